@@ -21,7 +21,7 @@ from .agreement.request import making_lines
 from .comm.comm import Comm
 from .comm.distributed import make_device_mesh, start_job
 from .execute.executor import Executor, Runner
-from .execute.inductor import InductorRunner
+from .execute.inductor import InductorExecutor
 from .module.conversion import Conversion, conversion_on
 from .module.initial import INITIAL
 from .module.module import ParallelModule
@@ -30,7 +30,7 @@ from .pipeline.conversion import PipelineConversion, pipeline_on
 from .pipeline.module import PipelineModule, PipelineRuntime
 
 RUNTIMES = ("auto", "virtual", "distributed")
-RUNNERS: dict[str, Callable[[Program, Comm], Runner]] = {"eager": Executor, "inductor": InductorRunner}
+RUNNERS: dict[str, Callable[[Program, Comm], Runner]] = {"eager": Executor, "inductor": InductorExecutor}
 
 
 def making_together(

@@ -16,7 +16,7 @@ from .comm.comm import Comm
 from .comm.dtensor import pad, shard, unshard
 from .comm.simulated import SimulatedComm
 from .execute.executor import Executor, Runner
-from .execute.interpreter import Values
+from .execute.part import Values
 from .pipeline.runner import PipelineRunner
 
 

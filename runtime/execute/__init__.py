@@ -1,1 +1,1 @@
-"""Execution: a program's calls as instructions, and the executors that run them."""
+"""Execution: the parts of a program as graphs of kernels, and the Python that fx generates from them."""

@@ -7,7 +7,7 @@ part are saved for backward.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,9 +26,10 @@ from shardc.program.program import Program
 
 from ..comm.comm import Comm
 from ..comm.dtensor import same_bits
-from .code import RepeatedInstructions
-from .instruction import Env, Instruction, instructions, with_deaths, with_waits
-from .interpreter import Deferred, Sums, Totals, Values, move, run
+from .deferred import Deferred, Sums, Totals, move
+from .lower import PartGraph, lower
+from .part import Env, PartRunner, Values
+from .rewrite import with_targets
 
 Rows = list[list[Tensor | None]]  # for each rank a value for each output of the program, None for those of other parts
 
@@ -78,21 +79,20 @@ class Runner:
 
 @dataclass(frozen=True, slots=True)
 class SavedEnvs:
-    """What a forward run saves for the backward run: an ``Env`` for each rank, empty once it is freed.
-
-    ``used_up``: the slots whose memory the backward run overwrites.
-    """
+    """What a forward run saves for the backward run: an ``Env`` for each rank, empty once it is freed."""
 
     envs: tuple[Env, ...]
-    used_up: Collection[int] = ()
 
-    def take(self, keep: bool) -> tuple[Env, ...]:
-        """The envs, freed here unless told to ``keep`` them. RuntimeError if they were freed before."""
+    def take(self, keep: bool, used_up: Collection[int]) -> tuple[Env, ...]:
+        """The envs, freed here unless told to ``keep`` them. RuntimeError if they were freed before.
+
+        ``used_up``: the slots whose memory the backward run overwrites.
+        """
         if not all(self.envs):
             raise second_backward()
         result = tuple(list(env) for env in self.envs)
         if keep:
-            for env, slot in product(result, self.used_up):
+            for env, slot in product(result, used_up):
                 env[slot] = env[slot].clone()
         else:
             for env in self.envs:
@@ -116,36 +116,34 @@ class Executor(Runner):
         self, program: Program, comm: Comm | None = None, device: torch.device | str = "cpu", is_eager: bool = True
     ) -> None:
         assert (comm is not None) == (program.level == "localized"), program.level
-        self.program, self.comm = program, comm
+        self.program, self.comm, self._is_eager = program, comm, is_eager
         self._slots = {node: i for i, node in enumerate(program.graph.nodes)}
         self._inputs = [self._slots[node] for node in program.placeholders]
         self._results = [None if node is None else self._slots[node] for node in program.results]
-        self._part_of = [PART_OF[output.kind] for output in program.outputs]
         self._results_by_part = {
-            part: [(slot, i) for i, slot in enumerate(self._results) if slot is not None and self._part_of[i] == part]
+            part: [
+                (slot, i)
+                for i, (slot, output) in enumerate(zip(self._results, program.outputs, strict=True))
+                if slot is not None and PART_OF[output.kind] == part
+            ]
             for part in ("update", "forward", "backward")
         }
-        device = comm.device if comm else torch.device(device)
+        self._device = comm.device if comm else torch.device(device)
         has_constants = is_eager and comm is not None and len(comm.positions) == 1
         once = constants(program) if has_constants else []
         whole, left_out = split(program), set(once)
-        calls = (whole.update, whole.forward, whole.backward)
-        parts = [[node for node in part if node not in left_out] for part in calls]
-        prepare, update, fwd, bwd = (
-            with_waits(instructions(part, self._slots, device, program, is_eager, before))
-            for part, before in zip((once, *parts), ((), (), (), parts[1]), strict=True)
-        )
-        self._used_up = {each.uses_up for each in bwd} - {-1}
-        read = {slot for each in bwd for slot in each.reads} | self._slots_of("backward")
-        self._saved = read - {each.result for each in bwd}
-        self._update = RepeatedInstructions(with_deaths(update, self._slots_of("update")))
-        self._fwd = RepeatedInstructions(with_deaths(fwd, self._saved | self._slots_of("forward")))
-        self._bwd = RepeatedInstructions(with_deaths(bwd, self._slots_of("backward")))
+        parts = (whole.update, whole.forward, whole.backward)
+        self._calls = [[node for node in part if node not in left_out] for part in parts]
+        fwd, bwd = self._lower(self._calls[1]), self._lower_backward(self._calls[2])
+        self._saved = {*bwd.reads, *(self._slots_of("backward") - bwd.nodes.keys())}
+        self._update = self._part(self._lower(self._calls[0]), self._slots_of("update"))
+        self._fwd = self._part(fwd, self._saved | self._slots_of("forward"))
+        self._bwd = self._part(bwd, self._slots_of("backward"))
         self._blank: Env = [None] * len(self._slots)
         if once:
-            read = {slot for part in (update, fwd, bwd) for each in part for slot in each.reads}
-            with without_autocast(device):
-                run(with_deaths(prepare, read), [self._blank], comm)
+            read = {slot for part in (self._update, self._fwd, self._bwd) for slot in part.reads}
+            with without_autocast(self._device):
+                self._part(self._lower(once), read).run([self._blank], comm)
             share(self._blank)
 
     def update(self, inputs: Sequence[Values], into: Sequence[Values] = ()) -> Rows:
@@ -154,15 +152,19 @@ class Executor(Runner):
         Returns for each rank the ``computed`` results, parallel to the program's outputs, with None for the others.
         Results are written ``into`` tensors where given: by the gathers themselves if the runtime can, else copied.
         """
-        envs, outputs = self._envs(inputs), dict(self._results_by_part["update"])
-        is_together = self.comm is not None and self.comm.gathers_in_place  # else one at a time: there is a second copy
-        for some in [self._update] if is_together else [[each] for each in self._update]:
-            self._run(some, envs, into)
-            results = [each.result for each in some if each.result in outputs]
-            for slot, (env, values) in product(results, zip(envs, into, strict=False)):
-                if (target := values[outputs[slot]]) is not None and target is not env[slot]:
-                    env[slot] = target.copy_(env[slot])
+        envs = self._envs(inputs)
+        for env, values in zip(envs, into, strict=False):
+            env += values
+        self._run(self._update_into if into else self._update, envs)
         return [self._collect(env, "update") for env in envs]
+
+    @cached_property
+    def _update_into(self) -> PartRunner:
+        """The update part whose results are written to tensors, which are in slots after those of the program."""
+        part, results = self._lower(self._calls[0]), self._results_by_part["update"]
+        targets = {slot: len(self._slots) + i for slot, i in results}
+        with_targets(part, targets, in_place=self.comm is not None and self.comm.gathers_in_place)
+        return self._part(part, self._slots_of("update"))
 
     def forward(self, inputs: Sequence[Values], computed: Sequence[Values] | None = None) -> tuple[Rows, SavedEnvs]:
         """Run the forward part on ``inputs``, one row for each rank, parallel to the program's, None for tangents.
@@ -182,7 +184,7 @@ class Executor(Runner):
         saved = [list(self._blank) for _ in envs]
         for (env, copy), slot in product(zip(envs, saved, strict=True), self._saved):
             copy[slot] = env[slot]
-        return outputs, SavedEnvs(tuple(saved), self._used_up)
+        return outputs, SavedEnvs(tuple(saved))
 
     def backward(self, saved: SavedEnvs, tangents: Sequence[Values], keep: bool = False) -> Rows:
         """Run the backward part on ``tangents``, one row for each rank, parallel to the program's inputs.
@@ -190,7 +192,7 @@ class Executor(Runner):
         Returns for each rank the gradients, parallel to the program's outputs, with None for the others. Frees what was
         saved unless told to ``keep`` it. RuntimeError if that was freed before.
         """
-        envs = self._filled(saved.take(keep), tangents)
+        envs = self._filled(saved.take(keep, self._bwd.used_up), tangents)
         self._run(self._bwd, envs)
         return [self._collect(env, "backward") for env in envs]
 
@@ -202,12 +204,13 @@ class Executor(Runner):
         Returns the gradients that are not ``deferred``, and the sums to be reduced later. The last run reduces them and
         returns all gradients and no sums. Else as ``backward``.
         """
-        envs = self._filled(saved.take(keep), tangents)
+        part = self._deferred.part(totals, is_last)
+        envs = self._filled(saved.take(keep, part.used_up), tangents)
         for env in envs:
             env += [None] * len(self._slots)
         if totals is not None:
             move(totals.sums, envs, len(self._slots))
-        self._run(self._deferred.instructions(totals, is_last), envs)
+        self._run(part, envs)
         sums = [] if is_last else [{slot: env[slot] for slot in self._deferred.open} for env in envs]
         return [self._collect(env, "backward") for env in envs], sums
 
@@ -220,15 +223,17 @@ class Executor(Runner):
 
     @cached_property
     def deferred(self) -> frozenset[int]:
-        return frozenset(i for slot, i in self._results_by_part["backward"] if slot in self._deferred_slots)
+        slots = {self._slots[node] for node in self._deferrable}
+        return frozenset(i for slot, i in self._results_by_part["backward"] if slot in slots)
 
     @cached_property
-    def _deferred_slots(self) -> set[int]:
-        return {self._slots[node] for node in deferrable(self.program)} if self.comm else set()
+    def _deferrable(self) -> frozenset[fx.Node]:
+        return deferrable(self.program) if self.comm else frozenset()
 
     @cached_property
     def _deferred(self) -> Deferred:
-        return Deferred(self._bwd, self._deferred_slots, self._slots_of("backward"), len(self._slots))
+        kept = self._slots_of("backward")
+        return Deferred(self._calls[2], self._deferrable, self._slots, kept, self._lower_backward)
 
     def keeps_input(self, index: int) -> bool:
         return self._inputs[index] in self._saved
@@ -236,14 +241,18 @@ class Executor(Runner):
     def keeps_output(self, index: int) -> bool:
         return self._results[index] in self._saved
 
-    @cached_property
-    def _gathers(self) -> dict[tuple[int, int], int]:
-        """For each gather of the update part that returns its result, by slot and bucket member: the output's index."""
-        ends = [(node, i) for i, node in enumerate(self.program.results) if node and self._part_of[i] == "update"]
-        return {(self._slots[node], member): i for each, i in ends for node, member in [self.program.value(each)]}
+    def _lower(self, calls: Sequence[fx.Node], before: Sequence[fx.Node] = ()) -> PartGraph:
+        return lower(calls, self._slots, self._device, self.program, self._is_eager, before)
 
-    def _run(self, instructions: Iterable[Instruction], envs: Sequence[Env], into: Sequence[Values] = ()) -> None:
-        run(instructions, envs, self.comm, self._gathers if into else {}, into)
+    def _lower_backward(self, calls: Sequence[fx.Node], before: Sequence[fx.Node] = ()) -> PartGraph:
+        """Lower calls of the backward part that run after others of it."""
+        return self._lower(calls, (*self._calls[1], *before))
+
+    def _part(self, graph: PartGraph, kept: Collection[int]) -> PartRunner:
+        return PartRunner(graph, kept, self._is_eager)
+
+    def _run(self, part: PartRunner, envs: Sequence[Env]) -> None:
+        part.run(envs, self.comm)
 
     def _envs(self, inputs: Sequence[Values]) -> list[Env]:
         return self._filled([list(self._blank) for _ in inputs], inputs)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 import torch
@@ -18,11 +16,8 @@ from shardc.program.program import Program
 from ..comm.comm import Comm, Traffic
 from ..comm.failure import waiting
 from ..comm.process_group import in_range
-from .executor import Executor, Rows, Runner, SavedEnvs
-from .interpreter import Values
-
-Compiled = Callable[..., Sequence[Tensor]]
-Table = Sequence[Sequence[Any]]  # for each rank a row of tensors, or None
+from .executor import Executor, Rows, SavedEnvs
+from .part import Env, PartRunner, Values
 
 # Random bits wrap modulo 2**64, but indices that Inductor propagates do not. The overlap passes are those that torch
 # recommends; without them every collective starts after all computation.
@@ -37,94 +32,63 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-class InductorRunner(Runner):
-    """Runs a program as its executor does; each part is traced from the executor and compiled at its first run.
+class InductorExecutor(Executor):
+    """An executor of one rank whose forward and backward parts are traced and compiled at their first run.
 
     Under a profiler each part is one range, since fused kernels belong to no single module. The update part consists of
-    collectives only and runs uncompiled. State: ``_fwd`` and ``_bwd``, the compiled parts.
+    collectives only and runs uncompiled, and reductions are not deferred. State: ``_compiled``, by part.
     """
 
+    comm: Comm
+    deferred = frozenset()
+
     def __init__(self, program: Program, comm: Comm) -> None:
-        self._executor, self._comm = Executor(program, comm, is_eager=False), comm
-        self._fwd: CompiledPart | None = None
-        self._bwd: CompiledPart | None = None
-
-    def keeps_input(self, index: int) -> bool:
-        return self._executor.keeps_input(index)
-
-    def keeps_output(self, index: int) -> bool:
-        return self._executor.keeps_output(index)
-
-    def update(self, inputs: Sequence[Values], into: Sequence[Values] = ()) -> Rows:
-        return self._executor.update(inputs, into)
+        super().__init__(program, comm, is_eager=False)
+        self._compiled: dict[PartRunner, CompiledPart] = {}
 
     def forward(self, inputs: Sequence[Values], computed: Sequence[Values] | None = None) -> tuple[Rows, SavedEnvs]:
-        def run(tables: Sequence[Table]) -> Sequence[Table]:
-            outputs, saved = self._executor.forward(tables[0], tables[1] or None)
-            return outputs, saved.envs
-
-        tables = [_contiguous(inputs), computed or ()]
-        if self._fwd is None:
-            self._fwd = CompiledPart(run, tables, self._comm)
-        with in_range("forward/(model)/inductor"), self._waiting("forward"):
-            outputs, envs = self._fwd(tables)
-        return outputs, SavedEnvs(tuple(envs))
+        return super().forward(_contiguous(inputs), computed)
 
     def backward(self, saved: SavedEnvs, tangents: Sequence[Values], keep: bool = False) -> Rows:
-        def run(tables: Sequence[Table]) -> Sequence[Table]:
-            envs, tangents = tables
-            return (self._executor.backward(SavedEnvs(tuple(map(list, envs))), tangents),)
+        return super().backward(saved, _contiguous(tangents), keep)
 
-        tables = [saved.take(keep), _contiguous(tangents)]
-        if self._bwd is None:
-            self._bwd = CompiledPart(run, tables, self._comm)
-        with in_range("backward/(model)/inductor"), self._waiting("backward"):
-            (gradients,) = self._bwd(tables)
-        return gradients
-
-    def _waiting(self, part: str) -> AbstractContextManager[None]:
-        """Let an error of a collective say which rank is gone; compiled code does not know which collective it was."""
-        axes = self._comm.mesh.axis_names
-        return waiting(
-            lambda: f"a collective of {part}, compiled by Inductor, over {', '.join(axes)}",
-            lambda: self._comm.ranks(axes),
-        )
+    def _run(self, part: PartRunner, envs: Sequence[Env]) -> None:
+        if part is self._update:
+            part.run(envs, self.comm)
+            return
+        name, axes = "forward" if part is self._fwd else "backward", self.comm.mesh.axis_names
+        values = part.take(envs)
+        if part not in self._compiled:
+            self._compiled[part] = CompiledPart(part, values, self.comm)
+        text = f"a collective of {name}, compiled by Inductor, over {', '.join(axes)}"
+        # An error says which rank is gone; compiled code does not know which collective it was.
+        with in_range(f"{name}/(model)/inductor"), waiting(lambda: text, lambda: self.comm.ranks(axes)):
+            part.put(envs, self._compiled[part](values))
 
 
 class CompiledPart:
-    """One compiled part, with tables in and out.
+    """One compiled part. State: ``_sent``: the traffic of a run."""
 
-    State: ``_places``: the indices of tensors among the flat arguments; ``_result_lengths``: those of the rows of
-    results; ``_sent``: the traffic of a run.
-    """
-
-    def __init__(self, run: Callable[[Sequence[Table]], Sequence[Table]], example: Sequence[Table], comm: Comm) -> None:
-        flat, lengths, self._comm = _flat(example), _lengths(example), comm
-        assert all(value is None or isinstance(value, Tensor) for value in flat), list(map(type, flat))
-        self._places = [i for i, value in enumerate(flat) if value is not None]
-
-        def run_flat(*tensors: Tensor) -> list[Any]:
-            values = dict(zip(self._places, tensors, strict=True))
-            results = run(_nested(map(values.get, range(len(flat))), lengths))
-            self._result_lengths = _lengths(results)
-            return _flat(results)
-
-        before = [replace(traffic, calls=Counter(), bytes=Counter()) for traffic in comm.traffic]
-        self._exchange(before)
-        graph = make_fx(run_flat, tracing_mode="fake")(*(flat[i] for i in self._places))
-        self._exchange(before)
-        self._sent = before
+    def __init__(self, part: PartRunner, example: Sequence[Tensor], comm: Comm) -> None:
+        self._comm = comm
+        assert all(isinstance(value, Tensor) for value in example), list(map(type, example))
+        self._sent = [replace(traffic, calls=Counter(), bytes=Counter()) for traffic in comm.traffic]
+        self._exchange(self._sent)
+        forward = part.module(1).forward
+        graph = make_fx(lambda *values: forward(list(values), comm), tracing_mode="fake")(*example)
+        self._exchange(self._sent)
         # Not the module: its call goes through the traceback of an error, such as a guard raises, which Dynamo traces.
-        self._compiled: Compiled = torch.compile(graph.forward, fullgraph=True, dynamic=False, options=OPTIONS)
+        self._call: Callable[..., Sequence[Tensor]] = torch.compile(
+            graph.forward, fullgraph=True, dynamic=False, options=OPTIONS
+        )
 
-    def __call__(self, tables: Sequence[Table]) -> list[list[list[Any]]]:
+    def __call__(self, values: Sequence[Tensor]) -> Sequence[Tensor]:
         """Run the part."""
-        flat = _flat(tables)
-        results = self._compiled(*[flat[i] for i in self._places])
+        results = self._call(*values)
         for traffic, sent in zip(self._comm.traffic, self._sent, strict=True):
             traffic.calls.update(sent.calls)
             traffic.bytes.update(sent.bytes)
-        return _nested(results, self._result_lengths)
+        return results
 
     def _exchange(self, others: Sequence[Traffic]) -> None:
         """Swap the traffic counters with others, since tracing sends nothing."""
@@ -136,16 +100,3 @@ class CompiledPart:
 def _contiguous(rows: Sequence[Values]) -> list[list[Tensor | None]]:
     """The rows with contiguous tensors, for which the parts are traced."""
     return [[None if value is None else value.contiguous() for value in values] for values in rows]
-
-
-def _flat(tables: Sequence[Table]) -> list[Any]:
-    return [value for table in tables for row in table for value in row]
-
-
-def _lengths(tables: Sequence[Table]) -> list[list[int]]:
-    return [[len(row) for row in table] for table in tables]
-
-
-def _nested(flat: Iterable[Any], lengths: Sequence[Sequence[int]]) -> list[list[list[Any]]]:
-    rest = iter(flat)
-    return [[list(islice(rest, length)) for length in table] for table in lengths]

@@ -21,8 +21,9 @@ from torch.utils import _pytree as pytree
 
 from shardc.language.errors import OrderError
 
+from ..execute.deferred import Sums, Totals
 from ..execute.executor import Rows
-from ..execute.interpreter import Sums, Totals, Values
+from ..execute.part import Values
 from ..tensor.global_tensor import GlobalTensor, new_global_tensor
 from .optimizer import StepWatcher
 

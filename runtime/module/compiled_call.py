@@ -28,8 +28,9 @@ from ..agreement.gate import Gate, digest
 from ..agreement.program import ProgramText
 from ..comm.dtensor import local
 from ..comm.failure import telling_others
+from ..execute.deferred import Sums
 from ..execute.executor import Runner, SavedEnvs, without_autocast
-from ..execute.interpreter import Sums, Values
+from ..execute.part import Values
 from ..tensor.reduction import complete_norms
 from .accumulation import Accumulation, DeferredReduction, deferred_gradient, deferred_reduction_of, separate_rows
 from .conversion import Conversion, Converter, GatheredParameters, ParameterGather

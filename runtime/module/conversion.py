@@ -42,7 +42,7 @@ from ..comm.failure import waiting
 from ..comm.scatter import Part, batches
 from ..comm.simulated import SimulatedComm
 from ..execute.executor import Rows, Runner
-from ..execute.interpreter import Values
+from ..execute.part import Values
 from ..tensor.global_tensor import new_global_tensor
 from ..tensor.make import GlobalTensorMaker, to_global
 from .initial import InitialValues, is_sent, model_tensors

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from shardc.costs.stage_lifetime import ResidentStages
 
 from ..execute.executor import Rows
-from ..execute.interpreter import Values
+from ..execute.part import Values
 from .stages import StepValues
 
 

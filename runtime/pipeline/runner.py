@@ -17,8 +17,7 @@ from shardc.schedules.schedule import ALL, COMPUTE, RECEIVES, SENDS, Action
 
 from ..comm.comm import REDUCE, Comm
 from ..execute.executor import Rows, Runner
-from ..execute.instruction import Env
-from ..execute.interpreter import Values
+from ..execute.part import Env, Values
 from .channel import Channel, LocalChannel, Message, MessageId
 from .microbatches import MicrobatchComm
 from .offload import Host, Offload, in_place_of_parameters

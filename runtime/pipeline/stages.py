@@ -1,4 +1,4 @@
-"""The stages of a pipeline, ready to run: instructions of each part of their work, their values and their results."""
+"""The stages of a pipeline, ready to run: the parts of their work, their values and their results."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from shardc.program.node import operand
 from shardc.program.stages import SCHEDULED, Stages
 
 from ..comm.comm import Comm
-from ..execute import code
 from ..execute.executor import Rows
-from ..execute.instruction import Env, instructions, with_deaths, with_waits
-from ..execute.interpreter import run
+from ..execute.lower import lower
+from ..execute.part import Env, PartRunner
 
 
 @dataclass(slots=True)
@@ -65,16 +64,16 @@ class StageRunner:
             self.sums[part] = [(slots[node], slots[operand(node)], str(node.args[2]), node in own) for node in nodes]
         self.kept = {part: {slots[node] for node in nodes} for part, nodes in kept_after(stages, index).items()}
         self.beside = {part: {slots[node] for node in read_beside(stages, index, part)} for part in PARTS}
-        self.calls: dict[Part, code.RepeatedInstructions] = {}
+        self.parts: dict[Part, PartRunner] = {}
         for part, nodes in self.stage.parts.items():
             earlier = SCHEDULED[: SCHEDULED.index(part)] if part in SCHEDULED else ()  # in the same microbatch
             before = [node for each in earlier for node in self.stage.parts[each]]
-            calls = with_waits(instructions(nodes, slots, comm.device, program, is_eager, before))
+            graph = lower(nodes, slots, comm.device, program, is_eager, before)
             read_later = self.kept[part] | self.beside[part] if part in self.kept else set(slots.values())
-            self.calls[part] = code.RepeatedInstructions(with_deaths(calls, read_later))
+            self.parts[part] = PartRunner(graph, read_later, is_eager)
 
     def run(self, part: Part, envs: Sequence[Env], comm: Comm) -> None:
-        run(self.calls[part], envs, comm)
+        self.parts[part].run(envs, comm)
 
     def forget(self, part: Part, envs: Sequence[Env]) -> None:
         """Free the values that were read right after a part and are not read again."""

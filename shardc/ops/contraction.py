@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -27,110 +27,60 @@ def dot(a: Tensor, b: Tensor, spec: str) -> Tensor:
     A factor stands once in a tensor; one that stands in both operands and not in the result is contracted, and none
     stands in one operand alone. One mm, or one bmm when operands and result share factors.
     """
-    return BoundDot(spec)(a, b)
+    return BoundDot(spec, a.shape, b.shape)(a, b)
+
+
+Steps = tuple[tuple[int, ...] | None, tuple[int, ...] | None]  # a permutation and a shape, None where it stays as it is
 
 
 class BoundDot:
-    """``dot`` of one spec, which remembers how operands of the last shapes become matrices.
+    """``dot`` of one spec for operands of known shapes, on tensors or on their proxies in a graph.
 
-    State: the shapes, and for them the steps of each operand and of the product. ``bias``, where it ``takes_bias``, is
-    added along the last dim, in the product's own kernel.
+    ``left`` and ``right``: the steps from the operands to matrices. ``bias``, where the spec takes one, is added along
+    the last dim, in the product's own kernel.
     """
 
-    def __init__(self, spec: str) -> None:
-        self.plan = _plan(spec)
-        self._shapes: tuple[torch.Size, torch.Size] | None = None
-
-    @property
-    def takes_bias(self) -> bool:
-        """Whether the product's columns are the result's last dim."""
-        plan = self.plan
-        return not plan.left[0] and not plan.is_swapped and plan.order == tuple(range(len(plan.out))) and (
-            plan.right[2] == plan.out[-1:]
-        )  # fmt: skip
+    def __init__(self, spec: str, a: Sequence[int], b: Sequence[int]) -> None:
+        self.plan = plan = _plan(spec)
+        sizes = dict(zip(plan.a + plan.b, (*a, *b), strict=True))
+        self.left, self.right = _steps(plan.a, plan.left, sizes), _steps(plan.b, plan.right, sizes)
+        is_matrix = len(plan.product) == 2 + bool(plan.left[0]) and len(plan.left[0]) < 2
+        self._shape = None if is_matrix else tuple(sizes[name] for name in plan.product)
+        self._order = None if plan.order == tuple(range(len(plan.order))) else plan.order
 
     def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         """The contraction."""
-        left, right = self._matrices(a, b)
-        multiply = torch.mm if left.dim() == 2 else torch.bmm
+        result: Tensor = self.product(stepped(a, self.left), stepped(b, self.right), bias)
+        return result
+
+    def product(self, left: Any, right: Any, bias: Any = None) -> Any:
+        """The contraction, from the matrices of the operands."""
+        left, right = (right.mT, left.mT) if self.plan.is_swapped else (left, right)
+        multiply = torch.bmm if self.plan.left[0] else torch.mm
         product = multiply(left, right) if bias is None else torch.addmm(bias, left, right)
         product = product if self._shape is None else product.view(self._shape)
         return product if self._order is None else product.permute(self._order)
 
-    @property
-    def is_bound(self) -> bool:
-        """Whether it was called, so that it has shapes."""
-        return self._shapes is not None
 
-    def matrix_texts(self, a: str, b: str) -> tuple[str, str]:
-        """Python expressions of the two matrices, from those of operands of the last shapes."""
-        left, right = _stepped_text(a, self._left), _stepped_text(b, self._right)
-        return (f"{right}.mT", f"{left}.mT") if self.plan.is_swapped else (left, right)
-
-    @property
-    def is_matrix(self) -> bool:
-        """Whether the product of the matrices has the result's shape and order of dims."""
-        return self._shape is None and self._order is None
-
-    def product_text(self, left: str, right: str, *bias: str, out: str = "") -> str:
-        """The Python expression of the result, from those of the matrices.
-
-        It calls ``mm``, ``bmm`` or ``addmm``. ``out``: the expression of the tensor that the product is written to,
-        where it ``is_matrix``.
-        """
-        name = "addmm" if bias else "bmm" if self.plan.left[0] else "mm"
-        product = f"{name}({', '.join((*bias, left, right, *([f'out={out}'] if out else [])))})"
-        product = product if self._shape is None else f"{product}.view({tuple(self._shape)})"
-        return product if self._order is None else f"{product}.permute({tuple(self._order)})"
-
-    def plus(self, total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """The sum of the contraction and of ``total``, which has its shape."""
-        left, right = self._matrices(a, b)
-        if not self.is_matrix:
-            return total + self(a, b)
-        return (torch.baddbmm if self.plan.left[0] else torch.addmm)(total, left, right)
-
-    def add_to(self, total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """Add the contraction to ``total`` in place."""
-        left, right = self._matrices(a, b)
-        if not self.is_matrix:
-            return total.add_(self(a, b))
-        return (total.baddbmm_ if self.plan.left[0] else total.addmm_)(left, right)
-
-    def _matrices(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """The two matrices whose product is the contraction."""
-        plan = self.plan
-        if self._shapes != (a.shape, b.shape):
-            self._shapes = a.shape, b.shape
-            sizes = dict(zip(plan.a + plan.b, a.shape + b.shape, strict=True))
-            self._left, self._right = _steps(plan.a, plan.left, sizes), _steps(plan.b, plan.right, sizes)
-            is_matrix = len(plan.product) == 2 + bool(plan.left[0]) and len(plan.left[0]) < 2
-            self._shape = None if is_matrix else [sizes[name] for name in plan.product]
-            self._order = None if plan.order == tuple(range(len(plan.order))) else plan.order
-        left, right = _stepped(a, self._left), _stepped(b, self._right)
-        return (right.mT, left.mT) if plan.is_swapped else (left, right)
+def takes_bias(spec: str) -> bool:
+    """Whether the columns of a contraction's product are the result's last dim."""
+    plan = _plan(spec)
+    is_in_order = not plan.is_swapped and plan.order == tuple(range(len(plan.out)))
+    return not plan.left[0] and is_in_order and plan.right[2] == plan.out[-1:]
 
 
-Steps = tuple[list[int] | None, list[int] | None]  # a permutation and a shape, None where it stays as it is
-
-
-def _steps(names: Names, groups: tuple[Names, Names, Names], sizes: dict[str, int]) -> Steps:
-    order = [names.index(name) for group in groups for name in group]
-    shape = [math.prod(sizes[name] for name in group) for group in groups][0 if groups[0] else 1 :]
-    is_matrix = [len(group) for group in groups] in ([1, 1, 1], [0, 1, 1])
-    return None if order == sorted(order) else order, None if is_matrix else shape
-
-
-def _stepped(x: Tensor, steps: Steps) -> Tensor:
+def stepped(x: Any, steps: Steps) -> Any:
+    """The matrix of an operand."""
     order, shape = steps
     x = x if order is None else x.permute(order)
     return x if shape is None else x.reshape(shape)
 
 
-def _stepped_text(x: str, steps: Steps) -> str:
-    order, shape = steps
-    x = x if order is None else f"{x}.permute({tuple(order)})"
-    return x if shape is None else f"{x}.reshape({tuple(shape)})"
+def _steps(names: Names, groups: tuple[Names, Names, Names], sizes: dict[str, int]) -> Steps:
+    order = tuple(names.index(name) for group in groups for name in group)
+    shape = tuple(math.prod(sizes[name] for name in group) for group in groups)[0 if groups[0] else 1 :]
+    is_matrix = [len(group) for group in groups] in ([1, 1, 1], [0, 1, 1])
+    return None if list(order) == sorted(order) else order, None if is_matrix else shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from shardc.language.words import Part
 from shardc.options import Pipeline
 from shardc.runtime.comm.comm import Comm
 from shardc.runtime.comm.distributed import make_device_mesh
-from shardc.runtime.execute.instruction import Env
+from shardc.runtime.execute.part import Env
 from shardc.runtime.pipeline.stages import StageRunner
 from shardc.schedules.simulate import Costs, StageCost, simulate
 from shardc.schedules.timeline import Timeline

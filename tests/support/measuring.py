@@ -1,22 +1,21 @@
-"""Executors on virtual ranks that measure the bytes alive on each rank after every instruction, pipelines included."""
+"""Executors on virtual ranks that measure the bytes alive on each rank after every call, pipelines included."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from shardc.api import Compiled
 from shardc.language.words import Part
 from shardc.runtime.comm.comm import REDUCE, Comm
 from shardc.runtime.comm.simulated import SimulatedComm
 from shardc.runtime.execute.executor import Executor
-from shardc.runtime.execute.instruction import Env, Instruction
-from shardc.runtime.execute.interpreter import Values, run
+from shardc.runtime.execute.part import Env, PartRunner, Values
 from shardc.runtime.pipeline import runner as pipeline_runner
 from shardc.runtime.pipeline.channel import LocalChannel, Message, MessageId, Types
 from shardc.runtime.pipeline.runner import PipelineRunner, ScheduleRun
@@ -51,14 +50,12 @@ class MeasuringExecutor(Executor):
         self.backward(saved, inputs)
         return {"saved": max(kept), "peak": max(self.peak)}
 
-    def _run(self, instructions: Iterable[Instruction], envs: Sequence[Env], into: Sequence[Values] = ()) -> None:
-        for each in instructions:
-            super()._run((replace(each, dead=()),), envs, into)
-            for i, env in enumerate(envs):
-                alive = sum(value.nbytes for value in self.given[i]) + self._made(i, [*env, *self.held[i]])
-                self.peak[i] = max(self.peak[i], alive)
-                for slot in each.dead:
-                    env[slot] = None
+    def _run(self, part: PartRunner, envs: Sequence[Env]) -> None:
+        def look(i: int, values: Sequence[Any]) -> None:
+            alive = sum(value.nbytes for value in self.given[i]) + self._made(i, [*values, *self.held[i]])
+            self.peak[i] = max(self.peak[i], alive)
+
+        run_watched(part, envs, self.comm, look)
 
     def _made(self, rank: int, values: Iterable[Any]) -> int:
         """The bytes that some values of a rank own, those of inputs apart."""
@@ -66,6 +63,40 @@ class MeasuringExecutor(Executor):
         found = {tensor.untyped_storage() for value in values for tensor in _tensors(value)}
         sizes = {storage.data_ptr(): storage.nbytes() for storage in found}
         return sum(size for address, size in sizes.items() if address not in given)
+
+
+class Watcher(fx.Interpreter):
+    """Runs a part for several ranks, and looks at what is alive on each after every call, before anything dies of it.
+
+    ``look``: takes a rank and all its values, those in ``envs`` included.
+    """
+
+    def __init__(self, part: PartRunner, envs: Sequence[Env], look: Callable[[int, Sequence[Any]], None]) -> None:
+        super().__init__(part.module(len(envs)))
+        self.envs, self.look = envs, look
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if n.op in ("call_function", "call_method"):
+            alive = [(node, value) for node, value in self.env.items() if node.op != "placeholder" and node.users]
+            columns = [self._column(node, value) for node, value in (*alive, (n, result))]
+            for i, env in enumerate(self.envs):
+                self.look(i, [*env, *(column[i] for column in columns if column)])
+        return result
+
+    def _column(self, node: fx.Node, value: Any) -> Sequence[Any]:
+        """The values of all ranks; virtual ranks have the results of a collective where it is started."""
+        if callable(value):
+            return value()  # type: ignore[no-any-return]
+        return value if len(self.envs) > 1 or node.target is operator.call else [value]
+
+
+def run_watched(
+    part: PartRunner, envs: Sequence[Env], comm: Comm | None, look: Callable[[int, Sequence[Any]], None]
+) -> None:
+    """Run a part, and look at all values of each rank after every call."""
+    if part.places or part.results:
+        part.put(envs, Watcher(part, envs, look).run(part.take(envs), comm))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -204,7 +235,7 @@ def _place(value: Tensor) -> tuple[Any, ...]:
 
 
 class MeasuringStage(StageRunner):
-    """Looks after each instruction, before anything dies of it."""
+    """Looks after each call, before anything dies of it."""
 
     def __init__(self, step: MeasuringRun, index: int, comm: Comm) -> None:
         super().__init__(step.runner.stages, index, comm, is_eager=False)
@@ -212,10 +243,4 @@ class MeasuringStage(StageRunner):
 
     def run(self, part: Part, envs: Sequence[Env], comm: Comm) -> None:
         self.step.at = self.step.place[self.index]
-        for each in self.calls[part]:
-            run((replace(each, dead=()),), envs, comm)
-            for i, env in enumerate(envs):
-                self.step.look(i, env)
-            for slot in each.dead:
-                for env in envs:
-                    env[slot] = None
+        run_watched(self.parts[part], envs, comm, self.step.look)

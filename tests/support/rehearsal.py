@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, partialmethod
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import torch
@@ -27,10 +27,11 @@ from torch.utils._pytree import tree_leaves
 from shardc.api import Compiled
 from shardc.language.machine import LOCAL_KINDS
 from shardc.runtime.comm.distributed import TorchComm, make_device_mesh
-from shardc.runtime.execute import code, executor, interpreter
-from shardc.runtime.execute.instruction import Instruction
+from shardc.runtime.execute.executor import Executor
+from shardc.runtime.execute.lower import Place
+from shardc.runtime.execute.part import PartRunner
 
-WAIT = torch.ops._c10d_functional.wait_tensor.default
+RUN, WAIT = PartRunner.run, torch.ops._c10d_functional.wait_tensor.default
 
 
 @contextmanager
@@ -54,7 +55,7 @@ def rehearse(compiled: Compiled) -> None:
         values["inputs"].append(value if put.kind != "tangent" else None)
         values["tangents"].append(value if put.kind == "tangent" else None)
     with fake_job(compiled.mesh.size):
-        runner = executor.Executor(program, TorchComm(make_device_mesh(compiled.mesh, "meta")))
+        runner = Executor(program, TorchComm(make_device_mesh(compiled.mesh, "meta")))
         with watched():
             _, saved = runner.forward([values["inputs"]])
             runner.backward(saved, [values["tangents"]])
@@ -66,17 +67,17 @@ class StallError(AssertionError):
 
 @dataclass(slots=True)
 class Unread:
-    """A collective that was waited for: the storages of its results, and the instruction that it was waited for by."""
+    """A collective that was waited for: the storages of its results, and the call that it was waited for by."""
 
     kind: str
     results: set[int]
-    reader: Instruction | None = None
+    reader: Place | None = None
 
 
 class watched(TorchDispatchMode):
     """In the block, an op that a device would wait for without need is a StallError.
 
-    Its result must be on meta. An instruction that waits for a collective must compute with its result, or send it.
+    Its result must be on meta. A call that waits for a collective must compute with its result, or send it.
     Reductions to shards are left out: the third one waits for the first, to bound their memory. State: ``started``: the
     kinds of all collectives. ``_starting``: the kind of the one that is being started. ``_unread``: those that were
     waited for and are not read yet.
@@ -93,7 +94,7 @@ class watched(TorchDispatchMode):
         for name in ("start", "start_bucket"):
             start = partial(self._start, getattr(TorchComm, name))
             self._patches.enter_context(mock.patch.object(TorchComm, name, partialmethod(start)))
-        self._patches.enter_context(mock.patch.object(executor, "run", partial(self._run, executor.run)))
+        self._patches.enter_context(mock.patch.object(PartRunner, "run", partialmethod(partial(self._run, RUN))))
         super().__enter__()
         return self
 
@@ -113,7 +114,7 @@ class watched(TorchDispatchMode):
         return result
 
     def _read(self, operands: Any) -> None:
-        """Note that the instruction that runs computes with tensors, or sends them."""
+        """Note that the call that runs computes with tensors, or sends them."""
         now, storages = _running(), _storages(operands)
         for each in self._unread:
             if each.reader not in (None, now):
@@ -122,9 +123,9 @@ class watched(TorchDispatchMode):
             each.reader = now
         self._unread = [each for each in self._unread if each.results.isdisjoint(storages)]
 
-    def _run(self, run: Any, *args: Any) -> None:
+    def _run(self, run: Any, part: PartRunner, *args: Any) -> None:
         """Run a part of a program, at whose end every collective is waited for."""
-        run(*args)
+        run(part, *args)
         self._unread.clear()
 
     def _start(self, start: Any, comm: TorchComm, first: Any, operands: Any, *args: Any, **kwargs: Any) -> Any:
@@ -148,14 +149,13 @@ def _storages(nest: Any) -> set[int]:
     return {leaf.untyped_storage()._cdata for leaf in tree_leaves(nest) if isinstance(leaf, Tensor)}
 
 
-def _running() -> Instruction | None:
-    """The instruction that an op is part of, in generated code or interpreted."""
+def _running() -> Place | None:
+    """Where the call comes from that an op is part of."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename == code.FILE and frame.f_back is not None:
-            lines: list[Instruction | None] = frame.f_back.f_locals["self"]._lines
-            return lines[frame.f_lineno - 1]
-        if frame.f_code in (interpreter._call.__code__, interpreter._start.__code__):
-            return cast("Instruction", frame.f_locals["each"])
+    while frame is not None and frame.f_back is not None:
+        if frame.f_back.f_code is RUN.__code__ and "module" in frame.f_back.f_locals:
+            own = frame.f_back.f_locals
+            place: Place | None = own["self"].place_at(own["module"], frame.f_lineno)
+            return place
         frame = frame.f_back
     return None

@@ -16,7 +16,7 @@ def train(zero):
     alone = MLP().double()
     parallel = shardc.parallelize(alone, make_device_mesh(Mesh(dp=4)), DATA, zero=zero)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (alone, parallel)]
-    for microbatches in (1, 1, 3, 3, 2, 1):  # the first as instructions, then as the code made of them
+    for microbatches in (1, 1, 3, 3, 2, 1):
         losses = []
         for model, optimizer in zip((alone, parallel), optimizers, strict=True):
             before, after = [], []

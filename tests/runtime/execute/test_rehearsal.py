@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+import operator
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from itertools import pairwise
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rehearsal import StallError, fake_job, watched
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardc
 from shardc import P
 from shardc.runtime.comm.distributed import TorchComm
-from shardc.runtime.execute import executor
+from shardc.runtime.execute import part
 from shardc.runtime.execute.executor import Executor
-from shardc.runtime.execute.instruction import Instruction
+from shardc.runtime.execute.rewrite import collective_of
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 
@@ -130,10 +129,18 @@ def test_a_collective_that_is_waited_for_where_it_is_started_is_an_error(monkeyp
 def test_a_collective_that_is_waited_for_before_its_first_reader_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """The line of the model is that of the op that a device would not begin."""
 
-    def wait_for_the_one_before(order: Sequence[Instruction]) -> list[Instruction]:
-        return [*order[:1], *(replace(each, waits=(before.result,)) for before, each in pairwise(order))]
+    def wait_before_the_next_call(graph: fx.Graph) -> dict[str, str]:
+        waits = dict[str, str]()
+        for start in filter(collective_of, list(graph.nodes)):
+            with graph.inserting_before(start.next):
+                wait = graph.call_function(operator.call, (start,))
+                result = graph.call_function(operator.getitem, (wait, 0))
+            start.replace_all_uses_with(result)
+            wait.args = (start,)
+            waits[wait.name] = start.name
+        return waits
 
-    monkeypatch.setattr(executor, "with_waits", wait_for_the_one_before)
+    monkeypatch.setattr(part, "with_waits", wait_before_the_next_call)
     model = trainer("shardc zero3").model
     tokens, targets = batches(SIZES["tiny"], "meta")[0][0]
     step(model, tokens, targets)

@@ -1,0 +1,71 @@
+"""Reductions of gradients that run once for several backwards, on the sums of their operands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, fx
+
+from .lower import PartGraph
+from .part import Env, PartRunner
+from .rewrite import with_sums
+
+Lower = Callable[[Sequence[fx.Node], Sequence[fx.Node]], PartGraph]  # takes calls, and those that run before them
+Sums = list[dict[int, Tensor]]  # for each rank, by slot, the operands that are not reduced yet
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """The sums of earlier backwards; ``is_own``: nobody else reads their memory, so it may be added to in place."""
+
+    sums: Sums
+    is_own: bool
+
+
+class Deferred:
+    """The calls of a backward part, of which ``deferred`` ones may run later.
+
+    ``slots``: those of the program's nodes. ``kept``: the slots
+    that the part returns. ``open``: the slots to be added up, which only deferred calls read at the end. A slot's total
+    is in the slot that is as many further as there are ``slots``.
+    """
+
+    def __init__(self, calls: Sequence[fx.Node], deferred: Collection[fx.Node], slots: Mapping[fx.Node, int],
+                 kept: Collection[int], lower: Lower) -> None:  # fmt: skip
+        self._calls, self._slots, self._kept, self._lower = calls, slots, set(kept), lower
+        self._now = [node for node in calls if node not in deferred]
+        self._later = [node for node in calls if node in deferred]
+        self._deferred = {slots[node] for node in self._later}
+        self.open = {slots[each] for node in self._later for each in node.all_input_nodes} - self._deferred
+        self.closing = PartRunner(lower(self._later, self._now), self._kept)
+        self._parts: dict[tuple[bool, bool, bool], PartRunner] = {}
+
+    def part(self, totals: Totals | None, is_last: bool) -> PartRunner:
+        """The backward part that adds to ``totals``, if there are any, and reduces them if it ``is_last``."""
+        key = totals is not None, totals is not None and totals.is_own, is_last
+        if key not in self._parts:
+            together = self._calls if self._reads_open_slots_first else [*self._now, *self._later]
+            part = self._lower(together if is_last else self._now, ())
+            if totals is not None:
+                with_sums(part, self.open, self._deferred, len(self._slots), totals.is_own)
+            self._parts[key] = PartRunner(part, self._kept if is_last else self.open | self._kept)
+        return self._parts[key]
+
+    @property
+    def _reads_open_slots_first(self) -> bool:
+        """Whether no call reads an open slot after a deferred call has read it."""
+        read: set[fx.Node] = set()
+        for node in self._calls:
+            if self._slots[node] in self._deferred:
+                read.update(node.all_input_nodes)
+            elif not read.isdisjoint(node.all_input_nodes):
+                return False
+        return True
+
+
+def move(sums: Sums, envs: Sequence[Env], offset: int = 0) -> None:
+    """Move sums into slots, each ``offset`` further than its own."""
+    for env, values in zip(envs, sums, strict=True):
+        for slot in list(values):
+            env[offset + slot] = values.pop(slot)

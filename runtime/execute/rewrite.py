@@ -1,0 +1,222 @@
+"""Rewrites of a part's graph, before fx generates Python from it: buffers, late waits, sums, ranges, several ranks."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import repeat
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.profiler import record_function
+
+from ..comm.comm import put
+from ..comm.process_group import WAIT
+from .lower import Collective, PartGraph, Place
+
+PRODUCTS = (torch.mm, torch.bmm, torch.addmm)
+LARGE = 1 << 16  # elements of a product that is worth a view of its place in a buffer
+SUMS: dict[Any, tuple[Any, str]] = {torch.mm: (torch.addmm, "addmm_"), torch.bmm: (torch.baddbmm, "baddbmm_")}
+
+
+def collective_of(node: fx.Node) -> Collective | None:
+    """The collective that a node starts."""
+    bound = node.target.__self__ if isinstance(node.target, MethodType) else None
+    return bound if isinstance(bound, Collective) else None
+
+
+def with_targets(part: PartGraph, targets: Mapping[int, int], in_place: bool) -> None:
+    """Let values be written to tensors: by slot, the slot of the tensor that it is written to, if there is one.
+
+    ``in_place``: gathers write to them by themselves. Else each value is copied where it is computed.
+    """
+    graph = part.graph
+    into: dict[fx.Node, list[fx.Node | None]] = {}
+    for slot, target in targets.items():
+        value, place = part.read(slot), part.read(target)
+        producer, member = value.args[:2] if value.target is operator.getitem else (value, 0)
+        if in_place and isinstance(producer, fx.Node) and collective_of(producer) is not None:
+            assert isinstance(member, int)
+            into.setdefault(producer, [None] * (len(producer.args) - 1))[member] = place
+        with graph.inserting_after(None if in_place else value):
+            part.nodes[slot] = graph.call_function(_stored, (place, value))
+    for start, row in into.items():
+        collective = collective_of(start)
+        assert collective is not None
+        start.kwargs = {"into": [row] if collective.layout else row}
+
+
+def _stored(target: Tensor | None, value: Tensor) -> Tensor:
+    return value if target is None or target is value else target.copy_(value)
+
+
+def with_sums(part: PartGraph, open_slots: Collection[int], deferred: Collection[int], offset: int,
+              is_own: bool) -> None:  # fmt: skip
+    """Add the value of each open slot to its total, which is in the slot ``offset`` further, for deferred readers.
+
+    The addition comes after the last reader that is not deferred, of a collective's result before the first that is,
+    so that it does not wait. A product that nobody else reads adds to the total by itself. ``is_own``: the totals may
+    be written over.
+    """
+    graph, order = part.graph, {node: i for i, node in enumerate(part.graph.nodes)}
+    for slot in sorted(open_slots):
+        value, total = part.read(slot), part.read(slot + offset)
+        readers = sorted(value.users, key=order.__getitem__)
+        late = [each for each in readers if part.places[each.name].slot in deferred]
+        others = [each for each in readers if each not in late]
+        if not others and value.target in SUMS:
+            apart, over = SUMS[value.target]
+            value.op, value.target = ("call_method", over) if is_own else ("call_function", apart)
+            value.args = (total, *value.args)
+            continue
+        if collective_of(value) is not None and not others:
+            point = graph.inserting_before(late[0]) if late else graph.inserting_after()
+        else:
+            point = graph.inserting_after(max([part.clear, value, *others], key=lambda each: order.get(each, 0)))
+        with point:
+            part.nodes[slot] = graph.call_function(Tensor.add_ if is_own else torch.add, (total, value))
+        for each in late:
+            each.replace_input_with(value, part.nodes[slot])
+
+
+def with_buffers(graph: fx.Graph) -> None:
+    """Let large products whose only reader is the all_reduce of a bucket be written to their places in its buffer."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for start in list(graph.nodes):
+        collective = collective_of(start)
+        if collective is None or collective.layout is None or collective.kind != "all_reduce":
+            continue
+        operands = dict(enumerate(column[0] for column in start.args[1:]))
+        shapes = collective.layout.shapes
+        large = {
+            i: each
+            for i, each in operands.items()
+            if each.target in PRODUCTS and math.prod(shapes[i]) >= LARGE
+            if len(each.users) == 1 and list(operands.values()).count(each) == 1
+        }
+        if not large:
+            continue
+        first = min(large.values(), key=order.__getitem__)
+        with graph.inserting_before(first):
+            made = graph.call_function(collective.layout.places, (first.args[-1],))
+            buffer, pieces = (graph.call_function(operator.getitem, (made, i)) for i in range(2))
+        for i, each in large.items():
+            with graph.inserting_before(each):
+                piece = graph.call_function(operator.getitem, (pieces, i))
+                each.kwargs = {"out": graph.call_method("view", (piece, shapes[i]))}
+        with graph.inserting_before(start):
+            if others := {i: each for i, each in operands.items() if i not in large}:
+                places = [graph.call_function(operator.getitem, (pieces, i)) for i in others]
+                graph.call_function(put, (places, list(others.values())))
+        start.target, start.args = collective.start_packed, (start.args[0], [buffer])
+
+
+def with_waits(graph: fx.Graph) -> dict[str, str]:
+    """Wait for each collective before its first reader; by name, the collective that a node waits for.
+
+    At most two reduce_scatters over the same axes are in flight, since their operands, which are larger than their
+    results, live until they are done.
+    """
+    started, waits = dict[fx.Node, None](), dict[str, str]()
+    latest: dict[tuple[str, ...], list[fx.Node]] = {}  # the last two reduce_scatters, by axes
+    for node in list(graph.nodes):
+        due = set(started) if node.op == "output" else set(node.all_input_nodes)
+        collective = collective_of(node)
+        if collective is not None and collective.kind == "reduce_scatter":
+            due.update(latest.get(collective.axes, [])[:-1])
+            latest[collective.axes] = [*latest.get(collective.axes, [])[-1:], node]
+        for each in [start for start in started if start in due]:
+            del started[each]
+            with graph.inserting_before(node):
+                wait = graph.call_function(operator.call, (each,))
+                value = graph.call_function(operator.getitem, (wait, 0))
+            each.replace_all_uses_with(value)
+            wait.args = (each,)
+            waits[wait.name] = each.name
+        if collective is not None:
+            started[node] = None
+    return waits
+
+
+def with_ranges(graph: fx.Graph, places: Mapping[str, Place]) -> None:
+    """Let a profiler see a range for each call of a program, where a collective is started and where it is awaited."""
+    seen = set[Place]()
+    for node in reversed(graph.nodes):
+        place = places.get(node.name)
+        is_wait = node.target is operator.call
+        if place is not None and place.name and (is_wait or place not in seen):
+            seen |= set() if is_wait else {place}
+            node.target, node.op = _ranged(_function(node), place.name + WAIT * is_wait), "call_function"
+
+
+def _ranged(kernel: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def ranged(*args: Any, **kwargs: Any) -> Any:
+        with record_function(name):
+            return kernel(*args, **kwargs)
+
+    return ranged
+
+
+def _function(node: fx.Node) -> Any:
+    return getattr(Tensor, str(node.target)) if node.op == "call_method" else node.target
+
+
+def over_ranks(graph: fx.Graph, count: int) -> None:
+    """Let each value be a list with an entry for each of several ranks: ops run rank after rank.
+
+    A collective takes the operands of all ranks as it takes a list with one rank's.
+    """
+    values, comm, *nodes = graph.nodes
+    for node in nodes:
+        if node.target is operator.call:
+            (own,) = node.users  # the result of one rank
+            own.replace_all_uses_with(node)
+            graph.erase_node(own)
+            nodes.remove(own)
+        elif collective_of(node) is not None:
+            node.args = (comm, *(column[0] for column in node.args[1:]))
+        elif node.op != "output" and values not in node.args:
+            args = [_over_ranks(arg, node, count) for arg in (*node.args, *node.kwargs.values())]
+            kernel = _with_names(_function(node), tuple(node.kwargs)) if node.kwargs else _function(node)
+            node.op, node.target, node.kwargs = "call_function", _each(kernel, args, count), {}
+            node.args = tuple(arg for arg in args if isinstance(arg, fx.Node))
+
+
+def _over_ranks(argument: Any, node: fx.Node, count: int) -> Any:
+    """The argument of a node, with a node for the lists of all ranks where it is a list of nodes, and no list of fx."""
+    if not isinstance(argument, (list, tuple)):
+        return argument
+    make = tuple if isinstance(argument, tuple) else list
+    entries = [_over_ranks(entry, node, count) for entry in argument]
+    if not any(isinstance(entry, fx.Node) for entry in entries):
+        return make(entries)
+    with node.graph.inserting_before(node):
+        lists = tuple(entry for entry in entries if isinstance(entry, fx.Node))
+        return node.graph.call_function(_each(lambda *row: make(row), entries, count), lists)
+
+
+def _each(kernel: Callable[..., Any], args: Sequence[Any], count: int) -> Callable[..., list[Any]]:
+    """A call for each rank, as a function of the lists of all ranks in place of the nodes among ``args``."""
+    places = [i for i, arg in enumerate(args) if isinstance(arg, fx.Node)]
+    columns: list[Any] = [repeat(arg) for arg in args]
+
+    def each(*lists: Sequence[Any]) -> list[Any]:
+        own = columns.copy()
+        for i, values in zip(places, lists, strict=True):
+            own[i] = values
+        return list(map(kernel, *own)) if lists else [kernel(*args) for _ in range(count)]
+
+    return each
+
+
+def _with_names(kernel: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
+    """A function that passes its last arguments on by name."""
+
+    def named(*args: Any) -> Any:
+        split = len(args) - len(names)
+        return kernel(*args[:split], **dict(zip(names, args[split:], strict=True)))
+
+    return named
