@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from gpt import MLP, Attention, Block, Config
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 Call = tuple[nn.Module, tuple[Tensor, ...]]
 
@@ -43,3 +44,16 @@ def mlp_model(positions: tuple[int, ...] = (256,)) -> Call:
 def _on_meta(block: type[nn.Module], config: Config, *shape: int) -> Call:
     with torch.device("meta"):
         return Blocks(block(config) for _ in range(config.layers)), (torch.empty(*shape, config.width),)
+
+
+class Recommender(nn.Module):
+    """Clicks, predicted from the rows of a large table that ``ids``, ``[sample, feature]``, are of."""
+
+    def __init__(self, rows: int, width: int, features: int, hidden: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(rows, width)
+        self.hidden, self.out = nn.Linear(features * width, hidden), nn.Linear(hidden, 1)
+
+    def forward(self, ids: Tensor, clicks: Tensor) -> Tensor:
+        hidden = self.hidden(self.table(ids).flatten(1)).relu()
+        return F.binary_cross_entropy_with_logits(self.out(hidden).squeeze(-1), clicks)
