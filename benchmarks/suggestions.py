@@ -3,9 +3,9 @@
     python benchmarks/suggestions.py                              # small, medium and experts on four ranks
     python benchmarks/suggestions.py --models small --mbit 200    # over a network of 200 Mbit/s (Linux, as root)
 
-Measures links and processors as ``shardc bench-links`` does, asks ``shardc.suggest`` for the best plans, and trains with
-each of them and with each plan by hand, all in the same processes and in turn. Two verdicts for each model: whether the
-fastest plan is among the first two by prediction, and whether the first suggestion is within 5 % of the fastest.
+Measures links and processors as ``shardc bench-links`` does, asks ``shardc.suggest`` for the best plans, and trains
+with each of them and with each plan by hand, all in the same processes and in turn. Two verdicts a model: whether
+the fastest plan is among the first two by prediction, and whether the first suggestion is within 5 % of the fastest.
 Exits with 1 where one of them is no.
 """
 
@@ -35,6 +35,7 @@ from trainer import PIPED, SIZES, Job, Trainer, batches, new_model
 
 import shardc
 from shardc import Mesh, P, Pipeline, Zero
+from shardc.costs.step_time import COMPUTING
 from shardc.language.errors import ShardingError
 from shardc.language.machine import Machine
 from shardc.language.text import bytes_text, table
@@ -111,9 +112,8 @@ def predicted(plan: Plan, model: str, machine: Machine) -> Predicted:
         new_model(SIZES[size], has_experts), Mesh(device_ids=None, **plan.axes), plan.annotations,
         args=tuple(batches(SIZES[size])[0][0]), links=machine, optimizer="adamw", **plan.options,
     )  # fmt: skip
-    computing = (
-        sum(task.seconds for task in program.timeline.on("computing")) if not plan.options.get("pipeline") else 0
-    )
+    is_piped = plan.options.get("pipeline") is not None
+    computing = 0.0 if is_piped else sum(task.seconds for task in program.timeline.on(COMPUTING))
     return Predicted(plan, program.timeline.makespan, computing, program.memory["peak"])
 
 
