@@ -1,0 +1,132 @@
+"""The search rediscovers the plans that people train with, on the machines and models that they are best for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from moe import MoE
+from search_models import Blocks, Call, Recommender, transformer
+
+import shardc
+from shardc import Suggestion
+from shardc.api import Compiled
+from shardc.language.machine import Device, Link, Machine
+
+# Of an accelerator: products at 50 TFLOP/s and everything else at 2.5 TB/s.
+DEVICE = Device({"float32": 5e13}, 2.5e12, 5e-6, 0.6)
+FAST = Link(2e-6, 3e11, name="fast")
+SLOW = Link(3e-5, 3e9, name="slow")
+PLAIN = {"pipeline": None, "remat": None}
+
+pytestmark = pytest.mark.slow
+
+
+def first_of(call: Call, devices: int, machine: Machine, **ways: Any) -> tuple[Suggestion, Compiled]:
+    """The first suggestion for a model, and its program."""
+    model, args = call
+    first, *_ = shardc.suggest(model, devices, args=args, links=machine, **ways)
+    return first, shardc.compile(model, **first, args=args)
+
+
+def counts(program: Compiled, *, phases: tuple[str, ...] = ("forward", "backward")) -> Counter[tuple[str, ...]]:
+    """Collectives of a step by phase, kind and axes, but for the sum of the loss."""
+    is_loss = {each.name for each in program.collectives if each.bytes <= 8}
+    return Counter({
+        key: sum(each.times for each in program.collectives if (each.phase, each.kind, *each.axes) == key)
+        for key in dict.fromkeys((each.phase, each.kind, *each.axes) for each in program.collectives
+                                 if each.phase in phases and each.name not in is_loss)
+    })  # fmt: skip
+
+
+def activation_counts(program: Compiled, layers: int) -> dict[tuple[str, ...], float]:
+    """The collectives of activations, which depend on the batch, for each layer."""
+    return {key: count / layers for key, count in counts(program).items()}
+
+
+def test_megatron_where_the_link_is_fast_and_memory_is_tight() -> None:
+    """2048 tokens and layers of 4096: weights are larger than activations, and a replica of 4 layers has 12.9 GB."""
+    machine = Machine({"*": FAST}, DEVICE)
+    first, program = first_of(transformer(4096, 4, 512, layers=4), 4, machine, memory="4.5GB", fix=PLAIN)
+    (axis,) = first.mesh.axis_names
+    assert first.fits and first.zero is None
+    assert activation_counts(program, 4) == {("forward", "all_reduce", axis): 2, ("backward", "all_reduce", axis): 2}
+
+
+def test_data_parallel_where_activations_outweigh_weights() -> None:
+    """32768 tokens and layers of 1024: 25 MB of gradients a layer are sent while backward computes."""
+    machine = Machine({"*": FAST}, DEVICE)
+    first, program = first_of(transformer(1024, 64, 512), 4, machine, fix=PLAIN | {"zero": None})
+    (axis,) = first.mesh.axis_names
+    assert set(counts(program)) == {("backward", "all_reduce", axis)}
+    parameters = sum(each.numel() for each in transformer(1024, 64, 512)[0].parameters())
+    sent = sum(each.times * each.bytes for each in program.collectives if each.phase == "backward")
+    assert sent == pytest.approx(4 * parameters, rel=0.01)
+
+
+def test_zero_where_a_replica_does_not_fit() -> None:
+    """A replica's parameters, gradients and states need 16 bytes a parameter, of which a rank has memory for 8."""
+    machine = Machine({"*": FAST}, DEVICE)
+    model, args = transformer(2048, 64, 256, layers=4)
+    replica = 16 * sum(each.numel() for each in model.parameters())
+    plain, *_ = shardc.suggest(model, 4, args=args, links=machine, fix={**PLAIN, "zero": None, "tp": 1, "cp": 1})
+    memory = plain.memory["peak"] - replica // 2
+    first, program = first_of((model, args), 4, machine, memory=memory, fix=PLAIN)
+    (axis,) = first.mesh.axis_names
+    found = counts(program, phases=("forward", "backward", "update"))
+    assert first.fits and first.zero is not None
+    assert {key[1:] for key in found} == {("reduce_scatter", axis), ("all_gather", axis)}
+
+
+def test_expert_parallel_with_two_all_to_alls_forward_and_two_backward() -> None:
+    """8 sequences, 8 experts of 1024 x 4096: experts are 67 MB a layer, what is sent to them 16 MB a rank."""
+    with torch.device("meta"):
+        call = Blocks(MoE(1024, 4096, 8, 1.0) for _ in range(2)), (torch.empty(8, 512, 1024),)
+    machine = Machine({"*": Link(1e-6, 1e11)}, DEVICE)
+    _, program = first_of(call, 8, machine, fix=PLAIN)
+    found = activation_counts(program, 2)
+    all_to_alls = {key: count for key, count in found.items() if key[1] == "all_to_all"}
+    (axes,) = {key[2:] for key in all_to_alls}
+    assert all_to_alls == {("forward", "all_to_all", *axes): 2, ("backward", "all_to_all", *axes): 2}
+    assert not [key for key in found if key[0] == "forward" and key[1] != "all_to_all"], found
+    up = program.shardings["blocks.0.up"]
+    assert set(up.dims[0].all_axes) == set(axes)
+
+
+def test_tensor_parallel_inside_a_node_and_data_parallel_across() -> None:
+    """Activations, 34 MB each, need the fast link; gradients are sent over the slow one while backward computes."""
+    machine = Machine({"*": FAST}, DEVICE, node=2, between=Link(1e-5, 2e10))
+    first, program = first_of(transformer(4096, 8, 512), 4, machine, memory="3GB", fix=PLAIN)
+    found = counts(program)
+    of_activations = {key[2:] for key in found if key[1] == "all_reduce" and key[0] == "forward"}
+    (inside,) = {axis for axes in of_activations for axis in axes}
+    assert program.mesh is not None
+    assert list(first.mesh.sizes) == [first.mesh.axis_names[0], inside] and first.mesh.sizes[inside] == 2
+    assert machine.link((inside,), first.mesh) is FAST
+    assert found["forward", "all_reduce", inside] == found["backward", "all_reduce", inside] == 4
+    across = first.mesh.axis_names[0]
+    assert all(each.axes == (across,) for each in program.collectives if each.phase == "update")
+    assert {key[2] for key in found if key[0] == "backward"} == {inside, across}
+
+
+def test_a_pipeline_across_nodes_where_the_link_between_them_is_slow() -> None:
+    """Gradients of 805 MB would take 0.8 s between the nodes; a stage sends 8 MB of activations a microbatch."""
+    machine = Machine({"*": FAST}, DEVICE, node=2, between=Link(3e-5, 1e9))
+    first, program = first_of(transformer(4096, 16, 512, layers=4), 4, machine, memory="8GB")
+    assert first.pipeline is not None and first.mesh.sizes[first.pipeline.axis] == 2
+    assert first.mesh.axis_names[0] == first.pipeline.axis  # the outermost: stages are in different nodes
+    sent = [each for each in program.collectives if each.kind == "send"]
+    assert sent and all(first.pipeline.axis not in each.axes for each in program.collectives if each.kind != "send")
+
+
+def test_a_table_of_the_recommender_is_cut_by_rows() -> None:
+    """10 million rows of 128: 15 GB with gradients and states on each of 8 ranks, where none has so much."""
+    with torch.device("meta"):
+        model = Recommender(rows=10_000_000, width=128, features=26, hidden=512)
+        args = torch.empty(4096, 26, dtype=torch.long), torch.empty(4096)
+    first, program = first_of((model, args), 8, Machine({"*": FAST}, DEVICE), memory="8GB", fix=PLAIN)
+    rows, columns = program.shardings["table.weight"].dims
+    assert rows.all_axes and not columns.all_axes, first.text()
+    assert first.fits

@@ -1,0 +1,229 @@
+"""Suggestions: each compiles and runs, costs what it says, is deterministic, and keeps what is fixed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from search_models import transformer
+from torch import nn
+
+import shardc
+from shardc import Mesh, P, Pipeline, ShardingError, Zero
+from shardc.language.errors import OptionError
+from shardc.language.machine import Link, Machine
+from shardc.search.suggestion import Suggestion
+from shardc.verify import verify
+
+NO_PIPELINE = {"pipeline": None}
+
+
+def small_model() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """Real tensors of a model whose dims divide by four."""
+    torch.manual_seed(0)
+    model, (x,) = transformer(width=128, samples=4, positions=8)
+    model = model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.05)
+    return model, (torch.randn(x.shape),)
+
+
+@pytest.fixture(scope="module")
+def suggested() -> tuple[Suggestion, ...]:
+    """Suggestions for the small model on slow links, of several meshes and options."""
+    model, args = small_model()
+    return shardc.suggest(model, 4, args=args, links=Machine({"*": Link(1e-7, 1e9)}, "cpu"))
+
+
+def plan_of(suggestion: Suggestion) -> tuple[Any, ...]:
+    return suggestion.mesh, *suggestion.annotations.items(), suggestion.zero, suggestion.remat, suggestion.pipeline
+
+
+@pytest.mark.xdist_group("suggested")
+def test_suggestions_are_ordered_by_time_and_no_two_are_the_same(suggested: tuple[Suggestion, ...]) -> None:
+    assert [each.seconds for each in suggested] == sorted(each.seconds for each in suggested)
+    assert len({each.text() for each in suggested}) == len(suggested) > 1
+
+
+@pytest.mark.xdist_group("suggested")
+def test_every_suggestion_compiles_and_costs_what_its_program_costs(suggested: tuple[Suggestion, ...]) -> None:
+    model, args = small_model()
+    for each in suggested:
+        program = shardc.compile(model, **each, args=args)
+        assert each.memory == program.memory
+        assert each.seconds == program.timeline.makespan
+        assert each.cost.num_collectives == sum(collective.times for collective in program.collectives)
+        assert each.cost.wire_bytes == sum(one.times * one.wire_bytes for one in program.collectives)
+
+
+@pytest.mark.xdist_group("suggested")
+def test_every_suggestion_equals_one_device(suggested: tuple[Suggestion, ...]) -> None:
+    model, args = small_model()
+    for each in suggested:
+        options: Mapping[str, Any] = {name: each[name] for name in each if name not in ("mesh", "annotations")}
+        differences = verify(model, each.mesh, each.annotations, args=args, options=options)
+        assert all(difference.is_small for difference in differences), each.summary()
+
+
+@pytest.mark.xdist_group("suggested")
+def test_a_suggestion_trains_on_virtual_ranks(suggested: tuple[Suggestion, ...]) -> None:
+    for each in suggested[:2]:
+        losses = []
+        for is_parallel in (False, True):
+            model, args = small_model()
+            if is_parallel:
+                links_and_optimizer = ("links", "optimizer")
+                model = shardc.parallelize(model, **{k: v for k, v in each.items() if k not in links_and_optimizer})
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            for _ in range(3):
+                loss = model(*args)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+        assert losses[3:] == pytest.approx(losses[:3], rel=1e-5), each.summary()
+        assert losses[2] < losses[0]
+
+
+@pytest.mark.xdist_group("suggested")
+def test_parallelize_takes_a_suggestion_as_it_is(suggested: tuple[Suggestion, ...]) -> None:
+    model, args = small_model()
+    expected = model(*args).item()
+    assert shardc.parallelize(model, **suggested[0])(*args).item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.xdist_group("suggested")
+def test_the_text_of_a_suggestion_is_its_plan(suggested: tuple[Suggestion, ...]) -> None:
+    for each in suggested:
+        model, args = small_model()
+        names: dict[str, Any] = {"shardc": shardc, "model": model}
+        exec(each.text(), names)
+        assert (names["mesh"], names["annotations"]) == (each.mesh, dict(each.annotations))
+        model = names["model"]
+        model(*args)
+        assert model.program.memory == each.memory  # type: ignore[union-attr, operator]
+
+
+@pytest.mark.xdist_group("suggested")
+def test_neither_no_grad_nor_evaluation_changes_what_is_suggested(suggested: tuple[Suggestion, ...]) -> None:
+    model, args = small_model()
+    links = Machine({"*": Link(1e-7, 1e9)}, "cpu")
+    with torch.no_grad():
+        found = shardc.suggest(model.eval(), 4, args=args, links=links)
+    assert [plan_of(each) for each in found] == [plan_of(each) for each in suggested]
+    assert not model.training and not torch.is_inference_mode_enabled()
+
+
+IN_A_PROCESS = """
+import torch, shardc
+from search_models import transformer
+model, args = transformer(width=256, samples=4, positions=32)
+for each in shardc.suggest(model, 4, args=args, links="pcie", device="h100", fix={"pipeline": None}, top=3):
+    print(each.to_json())
+"""
+
+
+@pytest.mark.slow
+def test_suggestions_are_the_same_in_every_process() -> None:
+    texts = set()
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        run = subprocess.run(
+            [sys.executable, "-c", IN_A_PROCESS], env=environment, capture_output=True, text=True, check=True
+        )
+        texts.add(run.stdout)
+    assert len(texts) == 1 and "mesh" in texts.pop()
+
+
+@pytest.mark.parametrize(
+    ("fix", "keeps"),
+    [
+        ({"tp": 2}, lambda each: each.mesh.sizes["tp"] == 2),
+        ({"tp": 1, "zero": 3}, lambda each: "tp" not in each.mesh.sizes and each.zero.stage == 3),
+        ({"zero": [0, 1]}, lambda each: each.zero is None or each.zero.stage == 1),
+        ({"pp": 2}, lambda each: each.pipeline is not None and each.mesh.sizes["pp"] == 2),
+        ({"pipeline": Pipeline("pp", 4)}, lambda each: each.pipeline.microbatches == 4),
+    ],
+    ids=["tp=2", "no tp, zero=3", "zero 0 or 1", "pp=2", "4 microbatches"],
+)
+def test_what_is_fixed_is_in_every_suggestion(fix: dict[str, Any], keeps: Any) -> None:
+    model, args = transformer(width=256, samples=8, positions=32)
+    found = shardc.suggest(model, 4, args=args, links="nvlink", device="h100", fix=fix)
+    assert found and all(map(keeps, found)), [each.summary() for each in found]
+
+
+def test_given_annotations_are_in_every_suggestion() -> None:
+    model, args = transformer(width=256, samples=8, positions=32)
+    given = {"*.mlp.down.weight": P(None, "tp"), "x": P("dp")}
+    found = shardc.suggest(model, 4, args=args, annotations=given, links="nvlink", device="h100", fix=NO_PIPELINE)
+    assert found and all(given.items() <= each.annotations.items() for each in found)
+    assert all({"dp", "tp"} <= set(each.mesh.axis_names) for each in found)
+
+
+def test_where_nothing_fits_the_nearest_plan_says_by_how_many_bytes() -> None:
+    model, args = transformer(width=256, samples=4, positions=32)
+    ways = {"args": args, "links": "nvlink", "device": "h100", "fix": NO_PIPELINE}
+    found = shardc.suggest(model, 4, memory="100kB", **ways)
+    first = found[0]
+    assert not any(each.fits for each in found)
+    assert [each.excess for each in found] == sorted(each.memory["peak"] - 100_000 for each in found)
+    assert f"{first.excess / 1e6:.1f} MB too much" in first.summary()
+    smallest = shardc.suggest(model, 4, objective="memory", **ways)[0]
+    assert first.memory["peak"] <= smallest.memory["peak"] * 1.001
+
+
+@pytest.mark.parametrize(
+    ("changed", "names"),
+    [
+        ({"devices": 0}, "devices=0"),
+        ({"nodes": 3}, "nodes=3"),
+        ({"memory": "many"}, "memory"),
+        ({"objective": "speed"}, "objective='speed'"),
+        ({"optimizer": "lion"}, "optimizer='lion'"),
+        ({"fix": {"tq": 2}}, "'tq'"),
+        ({"fix": {"tp": 3}}, "3"),
+        ({"fix": {"zero": 4}}, "4"),
+        ({"links": "nvlnk"}, "nvlnk"),
+        ({"device": "h1000"}, "h1000"),
+        ({"nodes": 2, "links": "nvlink"}, "no link joins the nodes"),
+        ({"annotations": {"*.weigth": P("tp")}}, "weigth"),
+        ({"args": ()}, "x"),
+        ({"batch": 0}, "batch"),
+        ({"top": 0}, "top"),
+    ],
+    ids=str,
+)
+def test_a_wrong_argument_is_named(changed: dict[str, Any], names: str) -> None:
+    model, args = transformer(width=64, samples=4, positions=8)
+    arguments = {"devices": 4, "args": args, "fix": NO_PIPELINE} | changed
+    with pytest.raises(ShardingError, match=names):
+        shardc.suggest(model, arguments.pop("devices"), **arguments)
+
+
+def test_a_module_that_is_none_is_named() -> None:
+    with pytest.raises((ShardingError, OptionError), match="model"):
+        shardc.suggest(torch.relu, 2, args=(torch.ones(2),))  # type: ignore[arg-type]
+
+
+def test_one_device_needs_no_collective() -> None:
+    model, args = transformer(width=64, samples=4, positions=8)
+    first, *_ = shardc.suggest(model, 1, args=args)
+    assert first.mesh == Mesh(dp=1) and first.cost.num_collectives == 0 and first.zero is None
+
+
+def test_ctrl_c_gives_the_best_so_far() -> None:
+    model, args = transformer(width=256, samples=4, positions=32)
+    seen: list[str] = []
+
+    def interrupt(text: str) -> None:
+        seen.append(text)
+        if "with options" in text or len(seen) == 2:
+            raise KeyboardInterrupt
+
+    found = shardc.suggest(model, 4, args=args, links="nvlink", device="h100", progress=interrupt)
+    assert found and isinstance(found[0].zero, Zero | None)
