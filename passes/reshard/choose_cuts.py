@@ -241,8 +241,8 @@ class _Planner:
             return None
         key = _Planner._undisputed, arriving, propagated
         if key not in rule.known:
-            shapes = [value and program.value_type(value).shape for value in values]
-            shapes += [type_ and type_.shape for type_ in program.types(node)]
+            shapes = [None if value is None else program.value_type(value).shape for value in values]
+            shapes += [None if type_ is None else type_.shape for type_ in program.types(node)]
             cuts = undisputed_cuts(rule, arriving, propagated, shapes)
             rule.known[key] = None if cuts is None else self.arrivals.op_shardings(node, cuts)
         found: OpShardings | None = rule.known[key]
