@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -73,11 +73,15 @@ def owners_of(program: Program, order: Iterable[fx.Node]) -> Mapping[Value, Valu
         found, is_operand = _layouts(program, node, layouts, reads)
         memory = [owners[value] for value in reads]
         for i, layout in enumerate(found):
-            if layout is not None:
-                layouts[node, i] = layout
+            if layout is None:
+                continue
+            if is_operand:
+                owner = owners[program.value(operand(node))]
+            else:
                 owner = (node, i) if layout.owner is None else memory[layout.owner]
-                owners[node, i] = owners[program.value(operand(node))] if is_operand else owner
-                memory.append(owners[node, i])
+            owners[node, i] = owner
+            memory.append(owner)
+            layouts[node, i] = layout if layout.owner is None else replace(layout, owner=None)
     return owners
 
 
