@@ -29,7 +29,9 @@ def data_parallel(target: Target, ranks: int) -> Iterator[Plan]:
     yield plain
     for stage in (1, 2, 3):
         yield replace(plain, name=f"{plain.name} zero{stage}", zero=Zero("dp", stage))
-    yield replace(plain, name=f"{plain.name} fsdp", annotations={**plain.annotations, "param:*": P("dp")})
+    has_numbers = any(buffer.dim() == 0 for buffer in target.model.buffers())  # a number has no dim to cut
+    stored = "param:*.weight" if has_numbers else "param:*"
+    yield replace(plain, name=f"{plain.name} fsdp", annotations={**plain.annotations, stored: P("dp")})
     if target.blocks:
         remat = Remat(target.blocks)
         yield replace(plain, name=f"{plain.name} remat", remat=remat)
@@ -108,7 +110,7 @@ def num_experts(target: Target) -> int:
 def pipelines(target: Target, ranks: int) -> Iterator[Plan]:
     """1F1B over 2, 4 and 8 stages, with samples or tensors cut inside a stage, and GPipe."""
     weights = target.tensor.get(best_form(target), {})
-    for stages in STAGES if target.blocks else ():
+    for stages in STAGES if target.blocks and target.has_microbatches else ():
         inside = ranks // stages
         if stages > ranks:
             continue

@@ -33,7 +33,8 @@ class Target:
     ``tensor``: plans of weights over ``tp``, by name. ``sequence``: modules whose outputs are ``[sample, position,
     ...]``, cut by position in Megatron's sequence parallelism. ``experts``: parameters whose first dim counts experts.
     ``space``: inputs by the dim of their height. ``table``: a parameter of which each rank has some rows. ``blocks``: a
-    glob over the repeated modules; empty where there are none.
+    glob over the repeated modules; empty where there are none. ``has_microbatches``: a pipeline can run it, because
+    nothing in the middle of a step is made of the whole batch, as a batch norm's statistics are.
     """
 
     model: nn.Module
@@ -44,6 +45,7 @@ class Target:
     space: Mapping[str, int] = field(default_factory=dict)
     table: str = ""
     blocks: str = ""
+    has_microbatches: bool = True
 
     @property
     def batch(self) -> int:
@@ -191,6 +193,7 @@ def mixtral() -> Target:
         sequence=("model.embed_tokens",),
         experts=("*.experts.*_proj",),
         blocks="model.layers.*",
+        has_microbatches=False,  # the router's loss is of the whole batch
     )
 
 
@@ -219,7 +222,7 @@ def resnet() -> Target:
     channels = {"resnet.encoder.*.layer.0.convolution.weight": ROWS}
     return Target(
         hf.ResNetForImageClassification(config), inputs, {"channels": channels}, space={"pixel_values": 2},
-        blocks="resnet.encoder.stages.*.layers.*",
+        blocks="resnet.encoder.stages.*.layers.*", has_microbatches=False,
     )  # fmt: skip
 
 
@@ -248,7 +251,10 @@ class UNet(nn.Module):
 def unet() -> Target:
     """The paper's U-Net for images of 512 x 512."""
     inputs = {"x": torch.empty(32, 3, 512, 512), "labels": torch.empty(32, 512, 512, dtype=torch.int64)}
-    return Target(UNet(), inputs, {"channels": {"*.0.weight": ROWS}}, space={"x": 2, "labels": 1}, blocks="*s.[0-9]")
+    return Target(
+        UNet(), inputs, {"channels": {"*.0.weight": ROWS}}, space={"x": 2, "labels": 1}, blocks="*s.[0-9]",
+        has_microbatches=False,
+    )  # fmt: skip
 
 
 # A recommender.

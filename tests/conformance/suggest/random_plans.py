@@ -64,7 +64,7 @@ def draw_plan(target: Target, ranks: int, generator: random.Random, name: str = 
     """One plan, which need not compile.
 
     The mesh has one to three axes, of prime factors of the ranks that are dealt to them at random. One time in six,
-    where the model has blocks, the first axis is a pipeline's, of at most 8 stages, with 2 to 16 microbatches.
+    where a pipeline can run the model, its axis comes before them, with at most 8 stages and 2 to 16 microbatches.
     Nine times in ten the samples are cut by one or several of the other axes, of sizes whose product divides the
     batch. Then up to three groups of parameters are cut, one dim each, by an axis that divides the dim, four times in
     five by one that cuts no samples if there is such an axis; a group is what one glob over the blocks matches, and is
@@ -92,7 +92,7 @@ def draw_plan(target: Target, ranks: int, generator: random.Random, name: str = 
 
 def _draw_mesh(target: Target, ranks: int, generator: random.Random) -> tuple[Mesh, Pipeline | None]:
     stages = 1
-    if target.blocks and generator.random() < 1 / 6:
+    if target.blocks and target.has_microbatches and generator.random() < 1 / 6:
         stages = generator.choice([size for size in (2, 4, 8) if ranks % size == 0])
     names = AXES[: generator.randint(1, 2 if stages > 1 else 3)]
     sizes = dict.fromkeys(names, 1)
