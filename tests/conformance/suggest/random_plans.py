@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import combinations
 from math import prod
 from re import sub
 from typing import Any
@@ -93,8 +94,9 @@ def draw_plan(target: Target, ranks: int, generator: random.Random, name: str = 
 def _draw_mesh(target: Target, ranks: int, generator: random.Random) -> tuple[Mesh, Pipeline | None]:
     stages = 1
     if target.blocks and target.has_microbatches and generator.random() < 1 / 6:
-        stages = generator.choice([size for size in (2, 4, 8) if ranks % size == 0])
-    names = AXES[: generator.randint(1, 2 if stages > 1 else 3)]
+        stages = generator.choice([size for size in (2, 4, 8) if ranks % size == 0] or [1])
+    fewest = 1 if target.batch % (ranks // stages) == 0 else 2  # one axis of more ranks than samples cuts none
+    names = AXES[: generator.randint(fewest, 2 if stages > 1 else 3)]
     sizes = dict.fromkeys(names, 1)
     for factor in prime_factors(ranks // stages):
         sizes[generator.choice(names)] *= factor
@@ -119,11 +121,15 @@ def prime_factors(number: int) -> list[int]:
 
 
 def _draw_samples(target: Target, axes: dict[str, int], generator: random.Random) -> tuple[str, ...]:
-    if not axes or generator.random() < 1 / 10:
+    """Some of the axes, of sizes whose product divides the batch; as often one as two or three, where they are."""
+    by_count = [
+        [chosen for chosen in combinations(axes, count) if target.batch % prod(axes[axis] for axis in chosen) == 0]
+        for count in range(1, len(axes) + 1)
+    ]
+    fitting = [chosen for chosen in by_count if chosen]
+    if not fitting or generator.random() < 1 / 10:
         return ()
-    count = generator.randint(1, len(axes))
-    chosen = tuple(axis for axis in axes if axis in generator.sample(list(axes), count))
-    return chosen if target.batch % prod(axes[axis] for axis in chosen) == 0 else ()
+    return generator.choice(generator.choice(fitting))
 
 
 def _positions(target: Target, samples: tuple[str, ...], axis: str, axes: dict[str, int]) -> dict[str, P]:
