@@ -39,10 +39,11 @@ def data_parallel(target: Target, ranks: int) -> Iterator[Plan]:
 
 
 def hybrid(target: Target, ranks: int) -> Iterator[Plan]:
-    """HSDP: ZeRO inside a node or across nodes, plain data parallelism over the other axis."""
+    """Samples over two axes; HSDP: ZeRO inside a node or across nodes, plain data parallelism over the other axis."""
     inside = min(NODE, ranks // 2)
     if inside > 1:
         mesh = Mesh(dp=ranks // inside, fsdp=inside)
+        yield Plan(f"dp={ranks // inside}x{inside}", mesh, target.data(("dp", "fsdp")))
         for axis, stage in (("fsdp", 3), ("fsdp", 1), ("dp", 1)):
             name = f"hsdp {ranks // inside}x{inside} zero{stage} over {axis}"
             yield Plan(name, mesh, target.data(("dp", "fsdp")), Zero(axis, stage))

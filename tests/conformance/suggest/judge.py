@@ -46,5 +46,6 @@ def problems(said: Mapping[str, float], suggested: Price, others: Sequence[Candi
     if best.price.seconds < suggested.seconds * (1 - TOLERANCE):
         ratio = suggested.seconds / best.price.seconds
         times = f"{seconds_text(suggested.seconds)} against {seconds_text(best.price.seconds)}"
-        found.append(f"{best.plan.name} is {ratio:.4f} times as fast: {times}, {bytes_text(best.price.peak)} a rank")
+        peak = bytes_text(best.price.peak)
+        found.append(f"{best.plan.name} is {ratio:.4f} times as fast: {times}, {peak} a rank, with {best.plan.text}")
     return found

@@ -178,7 +178,9 @@ def compare_line(line: Line, made: Target, pricer: Pricer) -> Result:
     said = {"seconds": first.seconds, "peak": first.memory["peak"]}
     wrong = problems(said, own, (*line.hand, *line.drawn), line.limit)
     facts = {"row": row_of(line, plan, own, took), "plan": plan.text}
-    return Result(str(line), "wrong" if wrong else "right", "; ".join(wrong), facts)
+    if not wrong:
+        return Result(str(line), "right", facts=facts)
+    return Result(str(line), "wrong", "; ".join([*wrong, f"suggested: {plan.text}"]), facts)
 
 
 def plan_of(suggestion: Any) -> Plan:
