@@ -30,13 +30,15 @@ if TYPE_CHECKING:
     from shardc.schedules.named import Schedule, schedule
     from shardc.schedules.schedule import Edge
     from shardc.schedules.simulate import Costs, StageCost
+    from shardc.search.suggest import suggest
+    from shardc.search.suggestion import Suggestion
 
 __all__ = [
     "CaptureError", "CheckpointError", "Collective", "CommunicationError", "Compiled", "Costs", "Edge", "Mesh", "P",
-    "Pipeline", "Precision", "Remat", "Schedule", "Sharding", "ShardingError", "StageCost", "Zero", "annotate",
-    "balance", "blocks", "check_rule", "checkpointable", "compile", "export", "init_parameters", "load",
+    "Pipeline", "Precision", "Remat", "Schedule", "Sharding", "ShardingError", "StageCost", "Suggestion", "Zero",
+    "annotate", "balance", "blocks", "check_rule", "checkpointable", "compile", "export", "init_parameters", "load",
     "parallelize", "register_rule", "reshard_plan", "save", "schedule", "shard_batch", "shard_loader",
-    "stage_boundary",
+    "stage_boundary", "suggest",
 ]  # fmt: skip
 
 _MODULES = {
@@ -61,6 +63,8 @@ _MODULES = {
     "schedules.simulate": "Costs StageCost",
     "schedules.named": "Schedule schedule",
     "schedules.schedule": "Edge",
+    "search.suggest": "suggest",
+    "search.suggestion": "Suggestion",
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 

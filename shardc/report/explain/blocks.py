@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from itertools import chain
+from itertools import chain, groupby
 
 from torch import nn
 
@@ -11,18 +11,28 @@ NUM_KEPT = 2  # blocks: the first one reads what is not a block, the last one is
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """The names of the blocks in each list of more than two like modules, by the list's path; outermost lists alone."""
+    """The names of the blocks in each list with more than two like modules in a row; outermost lists alone.
+
+    By the list's path. Of several rows the longest; blocks before and after it are not among the names.
+    """
     lists: dict[str, tuple[str, ...]] = {}
     queue, visited = [("", model)], set[nn.Module]()
     for path, module in queue:
-        children = dict(module.named_children())
-        is_list = isinstance(module, (nn.ModuleList, nn.Sequential)) and len(children) > NUM_KEPT
-        if is_list and len(set(map(_form, children.values()))) == 1:
-            lists[path] = tuple(children)
+        row = like_blocks(module)
+        if len(row) > NUM_KEPT:
+            lists[path] = row
         elif module not in visited:
-            queue += [(f"{path}.{name}".lstrip("."), child) for name, child in children.items()]
+            queue += [(f"{path}.{name}".lstrip("."), child) for name, child in module.named_children()]
         visited.add(module)
     return lists
+
+
+def like_blocks(module: nn.Module) -> tuple[str, ...]:
+    """The names of the longest row of like modules in a list; nothing for a module that is no list."""
+    if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+        return ()
+    rows = [tuple(name for name, _ in row) for _, row in groupby(module.named_children(), lambda each: _form(each[1]))]
+    return max(rows, key=len, default=())
 
 
 def _form(module: nn.Module) -> object:
@@ -44,7 +54,7 @@ def nearest_blocks(lists: Mapping[str, tuple[str, ...]], names: Iterable[str]) -
 
 def with_blocks(model: nn.Module, kept: Mapping[str, Collection[str]]) -> nn.Module:
     """A model with some blocks of its lists alone. It shares all modules with the model but lists and what has them."""
-    of_list = {model.get_submodule(path): names for path, names in kept.items()}
+    of_list = {model.get_submodule(path): _all_but(model.get_submodule(path), names) for path, names in kept.items()}
     copies: dict[nn.Module | None, nn.Module | None] = {None: None}
 
     def copied(module: nn.Module | None) -> nn.Module | None:
@@ -61,6 +71,11 @@ def with_blocks(model: nn.Module, kept: Mapping[str, Collection[str]]) -> nn.Mod
     new = copied(model)
     assert new is not None
     return new
+
+
+def _all_but(blocks: nn.Module, kept: Collection[str]) -> set[str]:
+    """The names in a list, of its repeated blocks the kept ones alone."""
+    return set(blocks._modules) - (set(like_blocks(blocks)) - set(kept))
 
 
 def blocks_text(kept: Mapping[str, tuple[str, ...]]) -> str:

@@ -1,0 +1,1 @@
+"""Finding a plan: mesh, annotations and options for a model and a number of devices."""

@@ -1,0 +1,89 @@
+"""Compiling many plans of one model: what they share is computed once."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardc.capture.annotations import Match
+from shardc.compiler import Request, capture_model, first_program, match_annotations, resolve_pins
+from shardc.language.mesh import Mesh
+from shardc.language.partition import P
+from shardc.options import Options
+from shardc.passes.order import UNANNOTATED, Pass, run_passes
+from shardc.passes.reshard.insert_reshards import insert_reshards
+from shardc.program.node import arguments, is_annotation, operand
+from shardc.program.program import Program
+
+AGREED: Pass = insert_reshards  # up to here no pass reads an option but the pipeline
+NUM_KEPT = 4  # agreed programs
+DEFAULT = Options()
+
+
+@dataclass(eq=False)
+class PlanCompiler:
+    """Compiles a model for meshes, annotations and options, none of them with a pipeline.
+
+    State: ``_captured``, the captured program and the one before annotations are read, by precision and the modules
+    that are annotated, whose specs are set afterwards; ``_agreed``, the latest programs after ``insert_reshards``,
+    which plans with other options share.
+    """
+
+    model: nn.Module
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    train: bool = True
+    differentiable: tuple[str, ...] = ()
+    _captured: dict[Any, tuple[Program, Program]] = field(default_factory=dict)
+    _agreed: OrderedDict[Any, Program] = field(default_factory=OrderedDict)
+
+    def program(self, mesh: Mesh, annotations: Mapping[str, P], options: Options, until: Pass) -> Program:
+        """The program after the pass ``until``. Raises what ``shardc.compile`` raises."""
+        with torch._C.DisableTorchFunction():
+            agreed = self._agreed_program(mesh, annotations, options)
+            return run_passes(replace(agreed, options=options), after=AGREED, until=until)
+
+    def annotated(self, mesh: Mesh, annotations: Mapping[str, P], until: Pass, options: Options = DEFAULT) -> Program:
+        """The program after a pass before ``insert_reshards``."""
+        request = Request(mesh, annotations, self.args, self.kwargs, self.train, self.differentiable, options)
+        matched = match_annotations(self.model, request)
+        key = tuple(matched.modules), options.precision
+        if key not in self._captured:
+            captured = capture_model(self.model, request, matched)
+            with torch._C.DisableTorchFunction():
+                unannotated = run_passes(first_program(captured.program, request, ()), until=UNANNOTATED)
+            self._captured[key] = captured.program, unannotated
+        captured_program, program = self._captured[key]
+        pins = resolve_pins(captured_program, request, matched)
+        program = _with_modules(replace(program, mesh=mesh, pins=pins, options=options), matched.modules.values())
+        with torch._C.DisableTorchFunction():
+            return run_passes(program, after=UNANNOTATED, until=until)
+
+    def _agreed_program(self, mesh: Mesh, annotations: Mapping[str, P], options: Options) -> Program:
+        key = tuple(mesh.sizes.items()), tuple(annotations.items()), options.precision
+        if key not in self._agreed:
+            self._agreed[key] = self.annotated(mesh, annotations, AGREED, options)
+            if len(self._agreed) > NUM_KEPT:
+                self._agreed.popitem(last=False)
+        self._agreed.move_to_end(key)
+        return self._agreed[key]
+
+
+def _with_modules(program: Program, matches: Iterable[Match]) -> Program:
+    """The program with these annotations of modules, which were captured with others."""
+    by_pattern = {match.pattern: match for match in matches}
+    if not by_pattern:
+        return program
+    program = program.copy()
+    for node in filter(is_annotation, program.calls):
+        match = by_pattern.get(str(arguments(node)["text"]).partition(": ")[0])
+        if match is not None:
+            num_dims = len(program.type(node).shape)
+            node.args = (operand(node), str(match.spec), match.spec.priorities(num_dims))
+            node.kwargs = {"text": match.text}
+    return program

@@ -1,0 +1,51 @@
+"""Meshes: how a number of devices is laid out in axes, and how these are named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from shardc.search.decision import Decision
+from shardc.search.plan import Axis, Cuts
+
+
+def shapes(devices: int, num_axes: int) -> Iterator[tuple[int, ...]]:
+    """The shapes of meshes of so many axes, each of two ranks or more."""
+    if num_axes == 1:
+        yield from [(devices,)] if devices > 1 else []
+        return
+    for size in range(2, devices // 2 + 1):
+        if devices % size == 0:
+            yield from ((size, *rest) for rest in shapes(devices // size, num_axes - 1))
+
+
+def named_axes(
+    shape: Sequence[int], cuts: Sequence[Cuts], experts: frozenset[Decision] = frozenset()
+) -> tuple[Axis, ...]:
+    """Axes with the names that the field has for what they cut; a second one of a name has a number behind it.
+
+    ``dp`` samples, ``ep`` experts, ``cp`` positions, ``tp`` parameters.
+    """
+    names: list[str] = []
+    for each in cuts:
+        name = axis_name(each, experts)
+        names.append(name if name not in names else f"{name}{sum(n.startswith(name) for n in names) + 1}")
+    return tuple(Axis(*each) for each in zip(names, shape, cuts, strict=True))
+
+
+def axis_name(cuts: Cuts, experts: frozenset[Decision]) -> str:
+    """The name of an axis that cuts these."""
+    kinds = {each.kind for each in cuts}
+    if "samples" in kinds or not kinds:
+        return "dp"
+    if cuts & experts:
+        return "ep"
+    return "tp" if "parameters" in kinds else "cp"
+
+
+def is_possible(axes: Sequence[Axis]) -> bool:
+    """Whether every dim that is cut has an element for each rank, and no rank has much less than another."""
+    shards: dict[Decision, int] = {}
+    for axis in axes:
+        for decision in axis.cuts:
+            shards[decision] = shards.get(decision, 1) * axis.size
+    return all(each.size % count == 0 or each.size >= 4 * count for each, count in shards.items())

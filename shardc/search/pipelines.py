@@ -1,0 +1,52 @@
+"""Pipelines: plans for a part of the devices, with stages of the model on each part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from shardc.options import Pipeline
+from shardc.search.plan import Plan
+from shardc.search.price import Price
+from shardc.search.task import Task
+
+AXIS = "pp"
+PER_STAGE = (1, 2, 4, 8)  # microbatches, in multiples of the number of stages
+UNEVEN = 1.2  # the fullest stage has so many times an even part of what is stored
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A plan with a pipeline, and what it is likely to take before it is compiled."""
+
+    plan: Plan
+    seconds: float
+    peak: float
+
+
+def num_stages_of(task: Task, num_blocks: int) -> list[int]:
+    """The numbers of stages that are tried: those that divide the devices and leave a block for each stage."""
+    return [each for each in range(2, min(task.devices, num_blocks) + 1) if task.devices % each == 0]
+
+
+def with_stages(plan: Plan, price: Price, num_stages: int, num_samples: int) -> Iterator[Estimate]:
+    """A plan for the devices of one stage, priced for the whole model, with several numbers of microbatches.
+
+    A stage takes its part of the time, and the first microbatch reaches the last stage after all others. The plan's
+    activations are those of the whole batch, of which a stage keeps those of as many microbatches as there are stages.
+    """
+    for count in _microbatches(plan, num_stages, num_samples):
+        seconds = price.seconds / num_stages * (1 + (num_stages - 1) / count)
+        stored = price.parameters + price.gradients + price.optimizer
+        working = max(0.0, price.peak - stored - price.saved) / count
+        peak = UNEVEN * stored / num_stages + price.saved * min(num_stages, count) / count / num_stages + working
+        pipeline = Pipeline(AXIS, microbatches=count, balance="time")
+        yield Estimate(replace(plan, pipeline=pipeline, num_stages=num_stages), seconds, peak)
+
+
+def _microbatches(plan: Plan, num_stages: int, num_samples: int) -> Sequence[int]:
+    """Numbers of microbatches that divide the samples of each rank."""
+    shards = prod(axis.size for axis in plan.axes if any(each.kind == "samples" for each in axis.cuts))
+    of_rank = num_samples // shards
+    return [num_stages * times for times in PER_STAGE if of_rank and of_rank % (num_stages * times) == 0]

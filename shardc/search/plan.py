@@ -1,0 +1,89 @@
+"""A plan: axes of a mesh, what each of them cuts, and options; as it is compiled and as a user writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from shardc.language.mesh import Mesh
+from shardc.language.partition import P
+from shardc.options import Pipeline, Precision, Remat, Zero
+from shardc.search.decision import Decision, Place
+
+Cuts = frozenset[Decision]
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One axis of a mesh, and the decisions that it cuts."""
+
+    name: str
+    size: int
+    cuts: Cuts = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A point of the search.
+
+    ``axes``: those that cut, the outermost first. ``given``: annotations that the user wrote, which stay. ``written``:
+    annotations in place of those of the axes, which make the same program. ``pipeline``: over ``num_stages`` ranks, on
+    an axis before the others.
+    """
+
+    axes: tuple[Axis, ...]
+    given: tuple[tuple[str, P], ...] = ()
+    written: tuple[tuple[str, P], ...] | None = None
+    zero: Zero | None = None
+    remat: Remat | None = None
+    precision: Precision | None = None
+    pipeline: Pipeline | None = None
+    num_stages: int = 1
+
+    @property
+    def stage_mesh(self) -> Mesh:
+        """The mesh of one stage."""
+        return Mesh(device_ids=None, **{axis.name: axis.size for axis in self.axes})
+
+    @property
+    def mesh(self) -> Mesh:
+        """The whole mesh; axes of one rank are left out where there are others."""
+        sizes = {self.pipeline.axis: self.num_stages} if self.pipeline else {}
+        sizes |= {axis.name: axis.size for axis in self.axes if axis.size > 1}
+        return Mesh(device_ids=None, **sizes or {axis.name: axis.size for axis in self.axes})
+
+    @property
+    def annotations(self) -> dict[str, P]:
+        """One annotation for each tensor that is cut, whose other dims are open; or what is ``written``."""
+        if self.written is not None:
+            return dict(self.written)
+        dims: dict[str, dict[int, list[str]]] = {}
+        num_dims: dict[str, int] = {}
+        for place, axes in self._places():
+            dims.setdefault(place.pattern, {})[place.dim] = axes
+            num_dims[place.pattern] = place.num_dims
+        return {pattern: _spec(of_dims) for pattern, of_dims in dims.items()} | dict(self.given)
+
+    def _places(self) -> Iterable[tuple[Place, list[str]]]:
+        """A seed of each decision, with the axes that cut it; one whose tensor no other decision cuts by these axes."""
+        axes: dict[Decision, list[str]] = {}
+        for axis in self.axes:
+            for decision in sorted(axis.cuts, key=lambda each: (each.kind != "samples", str(each))):
+                if axis.size > 1:
+                    axes.setdefault(decision, []).append(axis.name)
+        taken: dict[str, set[str]] = {}
+        for decision, names in axes.items():
+            free = [seed for seed in decision.seeds if taken.get(seed.pattern, set()).isdisjoint(names)]
+            seed = (free or decision.seeds)[0]
+            taken.setdefault(seed.pattern, set()).update(names)
+            yield seed, names
+
+
+def _spec(dims: Mapping[int, list[str]]) -> P:
+    """The annotation with these cuts, other dims open."""
+    entries = [P.OPEN if dim not in dims else _entry(dims[dim]) for dim in range(max(dims) + 1)]
+    return P(*entries, ...)
+
+
+def _entry(axes: list[str]) -> str | tuple[str, ...]:
+    return axes[0] if len(axes) == 1 else tuple(axes)

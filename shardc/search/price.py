@@ -1,0 +1,119 @@
+"""The price of a plan: seconds of a step and bytes on a rank, of the program that the compiler makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from torch import nn
+
+from shardc.costs.count import flops_of, on_machine
+from shardc.costs.memory import memory_of
+from shardc.costs.step_time import COMPUTING, step_timeline
+from shardc.language.errors import CaptureError, ShardingError
+from shardc.language.machine import Machine
+from shardc.options import Options
+from shardc.passes.lower.overlap_collectives import overlap_collectives
+from shardc.program.program import Program
+from shardc.program.traffic import collectives_of
+from shardc.report.explain.blocks import NUM_KEPT, repeated_blocks, with_blocks
+from shardc.search.compiling import PlanCompiler
+from shardc.search.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What a step costs on one rank.
+
+    ``seconds``: the predicted time, of which the rank computes for ``computing``, its optimizer included. Bytes by
+    class as ``memory_of`` has them. ``wire_bytes``: sent. ``flops``: operations.
+    """
+
+    seconds: float
+    computing: float
+    parameters: float
+    gradients: float
+    optimizer: float
+    saved: float
+    gathered: float
+    peak: float
+    wire_bytes: float
+    flops: float
+
+    def plus(self, other: Price, times: float = 1) -> Price:
+        """The sum of this price and a number of times another; of what is gathered at a time it has the most."""
+        summed = (getattr(self, each.name) + times * getattr(other, each.name) for each in fields(self))
+        return replace(Price(*summed), gathered=max(self.gathered, other.gathered))
+
+
+def price_of(program: Program) -> Price:
+    """The price of a lowered program or a later one."""
+    line, memory = step_timeline(program), memory_of(program)
+    sent = sum(each.times * each.wire_bytes for each in collectives_of(program))
+    computing = sum(task.seconds for task in line.on(COMPUTING))
+    return Price(line.makespan, computing, **memory, wire_bytes=sent, flops=flops_of(program, of_rank=True))
+
+
+@dataclass(eq=False)
+class Pricer:
+    """Prices plans of a model by compiling them for two of its repeated blocks.
+
+    A model has ``lengths`` blocks in its lists. One more block of a list costs what the third one does, so that the
+    whole model's price is a sum: of what two blocks cost, and of what each further block adds. ``num_compiled`` counts.
+    """
+
+    model: nn.Module
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    optimizer: str = "adamw"
+    train: bool = True
+    num_compiled: int = 0
+    _prices: dict[Any, tuple[Price, ...] | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.lists = repeated_blocks(self.model)
+        few = {path: names[:NUM_KEPT] for path, names in self.lists.items()}
+        self.few = self._compiler(few)
+        self.longer = {path: self._compiler({**few, path: names[: NUM_KEPT + 1]}) for path, names in self.lists.items()}
+
+    @property
+    def num_blocks(self) -> int:
+        """The blocks of all lists."""
+        return sum(map(len, self.lists.values()))
+
+    def _compiler(self, kept: Mapping[str, Sequence[str]]) -> PlanCompiler:
+        return PlanCompiler(with_blocks(self.model, kept), self.args, self.kwargs, self.train)
+
+    def of_few(self, plan: Plan, machines: Sequence[Machine]) -> tuple[Price, ...] | None:
+        """The price for two blocks of each list, on each machine; None for a plan that cannot be compiled."""
+        return self._price(self.few, plan, machines)
+
+    def of_all(self, plan: Plan, machines: Sequence[Machine]) -> tuple[Price, ...] | None:
+        """The price for the whole model, on each machine."""
+        few = self.of_few(plan, machines)
+        if few is None:
+            return None
+        total = list(few)
+        for path, names in self.lists.items():
+            longer = self._price(self.longer[path], plan, machines)
+            if longer is None:
+                return None
+            for i, (price, base) in enumerate(zip(longer, few, strict=True)):
+                total[i] = total[i].plus(price.plus(base, -1), len(names) - NUM_KEPT)
+        return tuple(total)
+
+    def _price(self, compiler: PlanCompiler, plan: Plan, machines: Sequence[Machine]) -> tuple[Price, ...] | None:
+        key = id(compiler), plan, tuple(map(id, machines))
+        if key not in self._prices:
+            try:
+                program = self._program(compiler, plan)
+                self._prices[key] = tuple(price_of(on_machine(program, machine)) for machine in machines)
+            except (ShardingError, CaptureError, NotImplementedError):
+                self._prices[key] = None
+        return self._prices[key]
+
+    def _program(self, compiler: PlanCompiler, plan: Plan) -> Program:
+        self.num_compiled += 1
+        options = Options(plan.zero, plan.precision, plan.remat, optimizer=self.optimizer)
+        return compiler.program(plan.stage_mesh, plan.annotations, options, until=overlap_collectives)

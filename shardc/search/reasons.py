@@ -1,0 +1,55 @@
+"""Why a plan is as it is: for each choice, what the best plan without it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+from shardc.language.text import bytes_text, seconds_text
+from shardc.search.plan import Axis, Plan
+from shardc.search.search import Found
+from shardc.search.suggestion import python_text
+from shardc.search.task import Task
+
+Alternative = tuple[str, str, Callable[[Plan], bool]]  # the choice and the other one, in words; whether a plan has that
+
+
+def reasons(chosen: Found, found: Collection[Found], task: Task) -> tuple[str, ...]:
+    """A sentence for each choice of a plan, read off the plans that were priced beside it."""
+    return tuple(
+        f"{choice}: {_next_best(chosen, [each for each in found if has_other(each.plan)], other, task)}"
+        for choice, other, has_other in _alternatives(chosen.plan)
+    )
+
+
+def _alternatives(plan: Plan) -> Iterator[Alternative]:
+    yield f"{plan.mesh}", "on another mesh", lambda other: other.mesh != plan.mesh
+    for axis in plan.axes:
+        for decision in sorted(axis.cuts, key=str):
+            without = Axis(axis.name, axis.size, axis.cuts - {decision})
+            axes = tuple(without if each == axis else each for each in plan.axes)
+            yield f"{axis.name} cuts {decision}", "without that", lambda other, axes=axes: other.axes == axes  # type: ignore[misc]
+    for name in ("zero", "remat", "precision", "pipeline"):
+        option = getattr(plan, name)
+        choice = f"no {name}" if option is None else f"{name}={python_text(option)}"
+        is_other = _has_other(plan, name, option)
+        yield choice, f"with {name}" if option is None else f"with another {name} or none", is_other
+
+
+def _has_other(plan: Plan, name: str, option: Any) -> Callable[[Plan], bool]:
+    return lambda other: getattr(other, name) != option and other.mesh.size == plan.mesh.size
+
+
+def _next_best(chosen: Found, others: Collection[Found], words: str, task: Task) -> str:
+    """What the best of the other plans costs, beside the chosen one."""
+    if not others:
+        return f"no plan {words} was priced"
+    best = min(others, key=lambda each: each.rank(task))
+    slower, larger = best.price.seconds / chosen.price.seconds - 1, best.price.peak - chosen.price.peak
+    time = f"{seconds_text(best.price.seconds)} a step ({slower:+.1%})"
+    fits = ", which does not fit" if best.price.peak > task.memory else ""
+    return f"{words} the best takes {time} and {bytes_text(best.price.peak)} a rank ({_signed(larger)}){fits}"
+
+
+def _signed(nbytes: float) -> str:
+    return f"{'-' if nbytes < 0 else '+'}{bytes_text(abs(nbytes))}"

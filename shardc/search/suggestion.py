@@ -1,0 +1,217 @@
+"""A suggestion: a plan that was compiled whole, with what it costs and why each part of it was chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from shardc.costs.records import MemoryEntry
+from shardc.language.machine import Machine, MachineEntry
+from shardc.language.mesh import Mesh
+from shardc.language.partition import P
+from shardc.language.record import Amount, Count, Size, json_of
+from shardc.language.text import bytes_text, seconds_text
+from shardc.options import Pipeline, Precision, Remat, Zero
+from shardc.search.whole import Cost
+
+KEYS = ("mesh", "annotations", "zero", "remat", "precision", "pipeline", "links", "optimizer")
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion(Mapping[str, Any]):
+    """A plan for a model, and what it costs: the arguments of ``shardc.parallelize`` and ``shardc.compile`` by name.
+
+    ``links``: the machine of the prediction. ``cost``: of the program compiled whole. ``memory_limit``: the bytes that
+    a rank has, or None. ``reasons``: a sentence for each choice, with what the next best one costs. ``axis_links``: the
+    link of each axis.
+    """
+
+    mesh: Mesh
+    annotations: Mapping[str, P]
+    zero: Zero | None
+    remat: Remat | None
+    precision: Precision | None
+    pipeline: Pipeline | None
+    links: Machine
+    optimizer: str
+    cost: Cost
+    memory_limit: int | None = None
+    reasons: tuple[str, ...] = ()
+    axis_links: Mapping[str, str] = field(default_factory=dict)
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in KEYS:
+            raise KeyError(key)
+        return getattr(self, key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(KEYS)
+
+    def __len__(self) -> int:
+        return len(KEYS)
+
+    @property
+    def seconds(self) -> float:
+        """The predicted seconds of a step."""
+        return self.cost.seconds
+
+    @property
+    def memory(self) -> Mapping[str, int]:
+        """Bytes on a rank by class, as ``shardc.Compiled.memory`` has them."""
+        return self.cost.memory
+
+    @property
+    def excess(self) -> int:
+        """The bytes by which the plan does not fit in memory; 0 where it does."""
+        return 0 if self.memory_limit is None else max(0, self.cost.memory["peak"] - self.memory_limit)
+
+    @property
+    def fits(self) -> bool:
+        """Whether a rank has enough memory."""
+        return self.excess == 0
+
+    def text(self) -> str:
+        """Python that can be pasted before a call of ``parallelize``."""
+        lines = [f"mesh = shardc.Mesh({', '.join(f'{name}={size}' for name, size in self.mesh.sizes.items())})"]
+        lines += [
+            "annotations = {",
+            *(f"    {name!r}: {_qualified(spec)}," for name, spec in self.annotations.items()),
+            "}",
+        ]
+        options = {name: getattr(self, name) for name in ("zero", "remat", "precision", "pipeline")}
+        arguments = [f"{name}=shardc.{python_text(option)}" for name, option in options.items() if option is not None]
+        lines.append(f"model = shardc.parallelize({', '.join(['model', 'mesh', 'annotations', *arguments])})")
+        return "\n".join(lines) + "\n"
+
+    def summary(self) -> str:
+        """One line: mesh, options, predicted time and memory."""
+        options = [
+            python_text(each) for each in (self.zero, self.remat, self.precision, self.pipeline) if each is not None
+        ]
+        peak = bytes_text(self.cost.memory["peak"])
+        fits = "" if self.fits else f", {bytes_text(self.excess)} too much"
+        return f"{', '.join([str(self.mesh), *options])}: {seconds_text(self.seconds)} a step, peak {peak}{fits}"
+
+    def entry(self) -> SuggestionEntry:
+        """The record of its JSON form."""
+        cost, pipeline = self.cost, self.pipeline
+        return SuggestionEntry(
+            mesh=self.mesh.sizes,
+            links=self.axis_links,
+            annotations={name: repr(spec) for name, spec in self.annotations.items()},
+            zero=None if self.zero is None else ZeroEntry(self.zero.axis, self.zero.stage),
+            remat=None if self.remat is None else python_text(self.remat),
+            precision=None if self.precision is None else python_text(self.precision),
+            pipeline=None
+            if pipeline is None
+            else PipelineEntry(pipeline.axis, pipeline.microbatches, pipeline.schedule, pipeline.balance),
+            seconds=TimeParts(cost.seconds, cost.computing, cost.exposed, cost.bubble),
+            memory=MemoryEntry(**cost.memory),
+            excess=self.excess,
+            wire_bytes=cost.wire_bytes,
+            collectives=cost.num_collectives,
+            flops=cost.flops,
+            reasons=self.reasons,
+            python=self.text(),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON form, which ``shardc suggest --schema`` describes."""
+        found: dict[str, Any] = json_of(self.entry())
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroEntry:
+    """Stored state is cut over ``axis``; ``stage``: as in ``shardc.Zero``."""
+
+    axis: str
+    stage: Literal[1, 2, 3]
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineEntry:
+    """Stages along ``axis``. ``balance``: what is even over them."""
+
+    axis: str
+    microbatches: Size
+    schedule: str
+    balance: str
+
+
+@dataclass(frozen=True, slots=True)
+class TimeParts:
+    """Predicted seconds of a step on one rank.
+
+    ``computing``: with the optimizer's step. ``exposed``: it waits for collectives. ``bubble``: the busiest rank of a
+    pipeline is idle.
+    """
+
+    step: Amount
+    computing: Amount
+    exposed: Amount
+    bubble: Amount
+
+
+@dataclass(frozen=True, slots=True)
+class SuggestionEntry:
+    """A plan, compiled whole.
+
+    ``mesh``: the axes with their sizes. ``links``: by axis. ``annotations``, ``remat`` and ``precision``: as Python.
+    ``excess``: the bytes by which it does not fit. ``wire_bytes`` and ``flops``: of one rank. ``collectives``: how many
+    it starts in a step. ``reasons``: a sentence for each choice. ``python``: to be pasted.
+    """
+
+    mesh: Mapping[str, Size]
+    links: Mapping[str, str]
+    annotations: Mapping[str, str]
+    zero: ZeroEntry | None
+    remat: str | None
+    precision: str | None
+    pipeline: PipelineEntry | None
+    seconds: TimeParts
+    memory: MemoryEntry
+    excess: Count
+    wire_bytes: Count
+    collectives: Count
+    flops: Count
+    reasons: tuple[str, ...]
+    python: str
+
+
+@dataclass(frozen=True, slots=True)
+class Suggested:
+    """What ``shardc suggest`` found, the best first.
+
+    ``devices``: ranks. ``memory``: bytes that each has; null for no limit. ``machine``: links and device. ``bound``:
+    seconds that no plan of the search can fall below. ``compiled``: programs that were compiled for it.
+    """
+
+    version: Literal[1] = field(default=1, init=False)
+    devices: Size
+    memory: Size | None
+    machine: MachineEntry
+    bound: Amount
+    compiled: Count
+    suggestions: tuple[SuggestionEntry, ...]
+
+
+def python_text(option: Any) -> str:
+    """An option as Python code, without the fields that have their defaults."""
+    default_of = {each.name: each.default for each in _fields(option)}
+    values = {name: getattr(option, name) for name in default_of}
+    changed = [f"{name}={value!r}" for name, value in values.items() if value != default_of[name]]
+    return f"{type(option).__name__}({', '.join(changed)})"
+
+
+def _fields(option: Any) -> Any:
+    from dataclasses import fields
+
+    return fields(option)
+
+
+def _qualified(spec: P) -> str:
+    return (
+        repr(spec).replace("P(", "shardc.P(", 1).replace("P.OPEN", "shardc.P.OPEN").replace("blocks(", "shardc.blocks(")
+    )
