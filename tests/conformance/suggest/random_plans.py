@@ -24,32 +24,41 @@ AXES = ("a", "b", "c")
 STAGES = "pp"
 
 
+REFUSED = (ShardingError, CaptureError, NotImplementedError)
+
+
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """A plan and its price on each machine."""
+    """A plan and its price on each machine; or no prices, and the reason why it does not compile.
+
+    ``is_defect``: the compiler failed, where it should have compiled or refused the plan.
+    """
 
     plan: Plan
-    prices: list[Price]
+    prices: tuple[Price, ...] = ()
+    reason: str = ""
+    is_defect: bool = False
+
+
+def priced(pricer: Pricer, plan: Plan, machines: Sequence[Machine]) -> Priced:
+    """The prices of a plan."""
+    try:
+        return Priced(plan, tuple(pricer.prices(plan, machines)))
+    except Exception as error:  # whatever stops one plan, the next is tried
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        return Priced(plan, reason=reason, is_defect=not isinstance(error, REFUSED))
 
 
 def random_plans(
     pricer: Pricer, target: Target, ranks: int, count: int, seed: int, machines: Sequence[Machine]
-) -> tuple[list[Priced], dict[str, int]]:
-    """So many plans that compile, with their prices; and how many others were drawn, by what was wrong with them.
-
-    The same seed gives the same plans. How a plan is drawn says ``draw_plan``.
-    """
+) -> list[Priced]:
+    """Random plans until so many compile, those that do not among them; the same plans for the same seed."""
     found: list[Priced] = []
-    refused: dict[str, int] = {}
     for plan in _drawn(target, ranks, count * TRIES, seed):
-        if len(found) == count:
+        if sum(bool(each.prices) for each in found) == count:
             break
-        try:
-            found.append(Priced(plan, pricer.prices(plan, machines)))
-        except (ShardingError, CaptureError, NotImplementedError) as error:
-            reason = type(error).__name__
-            refused[reason] = refused.get(reason, 0) + 1
-    return found, refused
+        found.append(priced(pricer, plan, machines))
+    return found
 
 
 def _drawn(target: Target, ranks: int, count: int, seed: int) -> Iterator[Plan]:

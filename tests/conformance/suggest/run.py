@@ -10,12 +10,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import shardc
-from shardc import CaptureError, ShardingError
 from shardc.language.machine import Machine
 from shardc.language.text import bytes_text, seconds_text, table
 
@@ -24,7 +23,7 @@ from .hand import NODE, hand_plans
 from .judge import Candidate, fastest, problems
 from .models import MODELS, Target, target
 from .plan import OPTIMIZER, Plan, Price, Pricer
-from .random_plans import random_plans
+from .random_plans import Priced, priced, random_plans
 
 RANKS = (2, 4, 8, 16, 64)
 LINKS = ("fast", "slow")
@@ -32,7 +31,6 @@ FAST, SLOW, DEVICE = "nvlink", "infiniband", "h100"
 MEMORY = 80e9
 NUM_PLANS = 8  # random ones of a model on so many ranks
 TIGHT_RANKS, TIGHT_LINKS = 8, "slow"
-REFUSED = (ShardingError, CaptureError, NotImplementedError)
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Compare; print a row for each line, and what is wrong."""
+    """Compare; print a row for each line, what could not be compiled, and what is wrong."""
     tight = TIGHT_RANKS if TIGHT_RANKS in options.ranks else max(options.ranks)
     cases = [
         Case(model, ranks, tuple(options.links), options.plans, options.seed, ranks == tight)
@@ -103,56 +101,53 @@ def main(options: argparse.Namespace) -> int:
 
     def watch(results: Sequence[Result]) -> None:
         print(f"{len(results)} of {len(cases)}", file=sys.stderr, flush=True)
-        write_json(options.json, lines_of(results))
+        write_json(options.json, flat(results))
 
-    results = lines_of(run_cases(compare, chosen(cases, options), options.jobs, watch=watch))
+    by_case = run_cases(compare, chosen(cases, options), options.jobs, watch=watch)
+    results = flat(by_case)
     print(table(HEADER, [result.facts["row"] for result in results if "row" in result.facts]))
-    for note in dict.fromkeys(note for result in results for note in result.facts.get("notes", ())):
+    for note in [note for result in by_case for note in result.facts.get("notes", ())]:
         print(note)
     print_counts("suggest", results)
     return exit_code(results)
 
 
-def lines_of(results: Sequence[Result]) -> list[Result]:
+def flat(by_case: Sequence[Result]) -> list[Result]:
     """The results of lines; a case whose process ended has none but its own."""
     return [
         line
-        for result in results
+        for result in by_case
         for line in ([Result(**each) for each in result.facts["lines"]] if "lines" in result.facts else [result])
     ]
 
 
 def compare(case: Case) -> Result:
-    """All lines of a model on so many ranks."""
+    """All lines of a model on so many ranks, and each plan on which the compiler fails."""
     made = target(case.model)
     pricer = Pricer(made.model, made.inputs)
-    lines, notes = lines_to_compare(case, made, pricer)
-    found = [vars(compare_line(line, made, pricer)) for line in lines]
-    if found:
-        found[0]["facts"]["notes"] = notes
-    return Result(str(case), "right", facts={"lines": found})
-
-
-def lines_to_compare(case: Case, made: Target, pricer: Pricer) -> tuple[list[Line], list[str]]:
-    """The lines with hand and random plans priced, and a note for each hand plan that does not compile."""
     machines = [case.machine(links) for links in case.links]
-    priced, notes = [], list[str]()
-    for plan in hand_plans(made, case.ranks):
-        try:
-            priced.append((plan, pricer.prices(plan, machines)))
-        except REFUSED as error:
-            notes.append(f"{case} {plan.name} does not compile: {' '.join(str(error).split())[:120]}")
-    drawn, _ = random_plans(pricer, made, case.ranks, case.num_plans, case.seed, machines)
-    if len(drawn) < case.num_plans:
-        notes.append(f"{case}: only {len(drawn)} random plans compile")
-    found = []
+    hand = [priced(pricer, plan, machines) for plan in hand_plans(made, case.ranks)]
+    drawn = random_plans(pricer, made, case.ranks, case.num_plans, case.seed, machines)
+    found = [compare_line(line, made, pricer) for line in lines_of(case, hand, drawn)]
+    found += [
+        Result(f"{case} {each.plan.name}", "wrong", f"the compiler fails: {each.reason[:300]}, with {each.plan.text}")
+        for each in (*hand, *drawn)
+        if each.is_defect
+    ]
+    notes = [f"{case}: {each.plan.name} cannot be compiled: {each.reason[:120]}" for each in hand if each.reason]
+    return Result(str(case), "right", facts={"lines": list(map(vars, found)), "notes": notes})
+
+
+def lines_of(case: Case, hand: Sequence[Priced], drawn: Sequence[Priced]) -> Iterator[Line]:
+    """A line for each kind of links, and the one with little memory."""
     for number, links in enumerate(case.links):
-        hand = tuple(Candidate(plan, prices[number]) for plan, prices in priced)
-        others = tuple(Candidate(each.plan, each.prices[number]) for each in drawn)
-        found.append(Line(case, links, MEMORY, False, hand, others))
+        by_hand, random = (
+            tuple(Candidate(each.plan, each.prices[number]) for each in several if each.prices)
+            for several in (hand, drawn)
+        )
+        yield Line(case, links, MEMORY, False, by_hand, random)
         if case.is_tight and (links == TIGHT_LINKS or len(case.links) == 1):
-            found.append(Line(case, links, tight_limit(case.ranks, hand), True, hand, others))
-    return found, notes
+            yield Line(case, links, tight_limit(case.ranks, by_hand), True, by_hand, random)
 
 
 def tight_limit(ranks: int, hand: Sequence[Candidate]) -> float:

@@ -22,7 +22,7 @@ from conformance.suggest.hand import hand_plans
 from conformance.suggest.judge import Candidate, fastest, problems
 from conformance.suggest.models import MODELS, Target, target
 from conformance.suggest.plan import OPTIMIZER, Plan, Price, Pricer, price
-from conformance.suggest.random_plans import draw_plan, groups, random_plans
+from conformance.suggest.random_plans import draw_plan, groups, priced, random_plans
 from conformance.suggest.run import RANKS, Case, main
 from shardc import Mesh, P, Pipeline, Zero
 from shardc.language.machine import Machine
@@ -115,14 +115,13 @@ def test_a_pipeline_and_a_cut_of_a_module_have_the_prices_of_a_compile() -> None
 def test_random_plans_follow_their_seed_and_compile() -> None:
     made = target("recommender")
     pricer = Pricer(made.model, made.inputs)
-    first, refused = random_plans(pricer, made, 16, 8, 0, [FAST])
-    again, _ = random_plans(pricer, made, 16, 4, 0, [FAST])
-    other, _ = random_plans(pricer, made, 16, 4, 1, [FAST])
-    texts = [each.plan.text for each in first]
-    assert len(set(texts)) == 8 and sum(refused.values()) < 8
-    assert texts[:4] == [each.plan.text for each in again]
-    assert [each.prices for each in first[:4]] == [each.prices for each in again]
-    assert not set(texts) & {each.plan.text for each in other}
+    first, again, other = (random_plans(pricer, made, 16, *each, [FAST]) for each in ((8, 0), (4, 0), (4, 1)))
+    assert sum(bool(each.prices) for each in first) == 8
+    assert sum(bool(each.reason) for each in first) < 8 and not any(each.is_defect for each in first)
+    assert [each.prices for each in first[: len(again)]] == [each.prices for each in again]
+    texts = [[each.plan.text for each in plans] for plans in (first, again, other)]
+    assert texts[0][: len(again)] == texts[1]
+    assert not set(texts[0]) & set(texts[2])
 
 
 def test_random_plans_are_mostly_plans_that_somebody_might_write_and_of_all_kinds() -> None:
@@ -149,9 +148,22 @@ def test_random_plans_are_mostly_plans_that_somebody_might_write_and_of_all_kind
 @pytest.mark.slow
 def test_random_pipelines_of_a_model_with_blocks_compile() -> None:
     made = small_moe()
-    found, _ = random_plans(Pricer(made.model, made.inputs), made, 4, 10, 0, [FAST])
-    assert len(found) == 10
-    assert any(each.plan.pipeline for each in found)
+    found = random_plans(Pricer(made.model, made.inputs), made, 4, 10, 0, [FAST])
+    assert sum(bool(each.prices) for each in found) == 10
+    assert any(each.prices and each.plan.pipeline for each in found)
+
+
+def test_a_plan_that_is_refused_has_no_price_and_one_on_which_the_compiler_fails_is_a_defect() -> None:
+    made = target("recommender")
+    pricer = Pricer(made.model, made.inputs)
+    refused = priced(pricer, Plan("of no axis", Mesh(dp=2), {"input:numbers": P("tp")}), [FAST])
+    assert refused.reason.startswith("ShardingError: ") and not refused.is_defect and not refused.prices
+
+    def failing(plan: Plan, machines: object) -> list[Price]:
+        raise AssertionError("an invariant")
+
+    pricer.prices = failing
+    assert priced(pricer, Plan("any", Mesh(dp=2)), [FAST]).is_defect
 
 
 def test_a_group_of_parameters_is_the_same_one_of_each_block() -> None:
@@ -211,12 +223,12 @@ class Planted:
 
 
 @cache
-def priced() -> list[tuple[Plan, Price]]:
+def all_plans() -> list[tuple[Plan, Price]]:
     """All plans of the command below, the fastest first."""
     made, machine = target("recommender"), Case("recommender", 2, ("slow",), 2, 0, True).machine("slow")
     pricer = Pricer(made.model, made.inputs)
     plans = [(plan, pricer.prices(plan, [machine])[0]) for plan in hand_plans(made, 2)]
-    plans += [(each.plan, each.prices[0]) for each in random_plans(pricer, made, 2, 2, 0, [machine])[0]]
+    plans += [(each.plan, each.prices[0]) for each in random_plans(pricer, made, 2, 2, 0, [machine]) if each.prices]
     return sorted(plans, key=lambda each: each[1].seconds)
 
 
@@ -227,7 +239,7 @@ def test_the_command_exits_with_1_where_a_suggestion_is_slower(
 ) -> None:
     def planted(model: Any, devices: int, **asked: Any) -> tuple[Planted, ...]:
         assert (model, devices, asked["nodes"]) == (target("recommender").model, 2, 2)
-        return (Planted(*[each for each in priced() if each[1].peak <= asked["memory"]][number]),)
+        return (Planted(*[each for each in all_plans() if each[1].peak <= asked["memory"]][number]),)
 
     monkeypatch.setattr(shardc, "suggest", planted, raising=False)
     options = argparse.Namespace(
