@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from shardc.costs.records import MemoryEntry
@@ -180,6 +180,35 @@ class SuggestionEntry:
     python: str
 
 
+class Suggestions(tuple[Suggestion, ...]):
+    """Suggestions, the best first.
+
+    ``bound``: seconds that no plan of the search can fall below: all computing, evenly on all devices, with nothing to
+    wait for. ``compiled``: programs that the search compiled. ``candidates``: all plans that were priced.
+    """
+
+    bound: float
+    compiled: int
+    candidates: tuple[Candidate, ...]
+
+    def __new__(
+        cls, found: Iterable[Suggestion], bound: float = 0.0, compiled: int = 0, candidates: Iterable[Candidate] = ()
+    ) -> Suggestions:
+        """Suggestions that were found, with what else is known of the search."""
+        self = super().__new__(cls, found)
+        self.bound, self.compiled, self.candidates = bound, compiled, tuple(candidates)
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A plan that was priced: its mesh and options as ``text``, predicted seconds, and bytes at the peak."""
+
+    text: str
+    seconds: Amount
+    peak: Count
+
+
 @dataclass(frozen=True, slots=True)
 class Suggested:
     """What ``shardc suggest`` found, the best first.
@@ -197,18 +226,13 @@ class Suggested:
     suggestions: tuple[SuggestionEntry, ...]
 
 
-def python_text(option: Any) -> str:
-    """An option as Python code, without the fields that have their defaults."""
-    default_of = {each.name: each.default for each in _fields(option)}
-    values = {name: getattr(option, name) for name in default_of}
-    changed = [f"{name}={value!r}" for name, value in values.items() if value != default_of[name]]
-    return f"{type(option).__name__}({', '.join(changed)})"
-
-
-def _fields(option: Any) -> Any:
-    from dataclasses import fields
-
-    return fields(option)
+def python_text(option: Zero | Remat | Precision | Pipeline) -> str:
+    """An option as Python code; fields that have their defaults are left out, but for those that are always said."""
+    said = {"axis", "stage", "microbatches", "schedule"}
+    values = {each.name: getattr(option, each.name) for each in fields(option)}
+    defaults = {each.name: each.default for each in fields(option) if each.name not in said}
+    values = {name: value for name, value in values.items() if value != {} and value != defaults.get(name, ...)}
+    return f"{type(option).__name__}({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
 
 def _qualified(spec: P) -> str:
