@@ -18,6 +18,7 @@ SUITES = {
     "gspmd": "cases of openxla's partitioners: values, local shapes and bytes on the wire",
     "programs": "random programs of many ops, sizes, meshes and annotations, after every pass",
     "pipelines": "models that pipelines are bad at, under every schedule, beside one device",
+    "suggest": "suggested plans beside hand plans and random plans of models of real sizes",
     "zoo": "small models of transformers and others: numbers, collectives, operations done twice",
 }
 
