@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from shardc.costs.records import MemoryEntry
 from shardc.language.machine import Machine, MachineEntry
 from shardc.language.mesh import Mesh
 from shardc.language.partition import P
-from shardc.language.record import Amount, Count, Size, json_of
+from shardc.language.record import json_of
 from shardc.language.text import bytes_text, seconds_text
 from shardc.options import Pipeline, Precision, Remat, Zero
+from shardc.report.suggest.records import (
+    CandidateEntry,
+    PipelineEntry,
+    Suggested,
+    SuggestionEntry,
+    TimeParts,
+    ZeroEntry,
+)
 from shardc.search.whole import Cost
 
 KEYS = ("mesh", "annotations", "zero", "remat", "precision", "pipeline", "links", "optimizer")
@@ -95,17 +103,12 @@ class Suggestion(Mapping[str, Any]):
 
     def entry(self) -> SuggestionEntry:
         """The record of its JSON form."""
-        cost, pipeline = self.cost, self.pipeline
+        cost = self.cost
         return SuggestionEntry(
-            mesh=self.mesh.sizes,
+            self.mesh.sizes,
+            *_options(self.zero, self.remat, self.precision, self.pipeline),
             links=self.axis_links,
             annotations={name: repr(spec) for name, spec in self.annotations.items()},
-            zero=None if self.zero is None else ZeroEntry(self.zero.axis, self.zero.stage),
-            remat=None if self.remat is None else python_text(self.remat),
-            precision=None if self.precision is None else python_text(self.precision),
-            pipeline=None
-            if pipeline is None
-            else PipelineEntry(pipeline.axis, pipeline.microbatches, pipeline.schedule, pipeline.balance),
             seconds=TimeParts(cost.seconds, cost.computing, cost.exposed, cost.bubble),
             memory=MemoryEntry(**cost.memory),
             excess=self.excess,
@@ -122,79 +125,40 @@ class Suggestion(Mapping[str, Any]):
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class ZeroEntry:
-    """Stored state is cut over ``axis``; ``stage``: as in ``shardc.Zero``."""
-
-    axis: str
-    stage: Literal[1, 2, 3]
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineEntry:
-    """Stages along ``axis``. ``balance``: what is even over them."""
-
-    axis: str
-    microbatches: Size
-    schedule: str
-    balance: str
+def suggested(suggestions: Sequence[Suggestion], model: str) -> Suggested:
+    """The record of what ``suggest`` returned for a model, which is not empty."""
+    first, entries = suggestions[0], tuple(each.entry() for each in suggestions)
+    machine = first.links
+    candidates: Sequence[CandidateEntry] = getattr(suggestions, "candidates", ()) or [
+        CandidateEntry(each.mesh, each.zero, each.remat, each.precision, each.pipeline, each.seconds.step, each.memory.peak)
+        for each in entries
+    ]
+    return Suggested(
+        model, first.mesh.size, first.memory_limit,
+        MachineEntry(machine.links, machine.device, machine.node or None, machine.between),
+        getattr(suggestions, "bound", 0.0), getattr(suggestions, "compiled", len(entries)), entries, tuple(candidates),
+    )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class TimeParts:
-    """Predicted seconds of a step on one rank.
-
-    ``computing``: with the optimizer's step. ``exposed``: it waits for collectives. ``bubble``: the busiest rank of a
-    pipeline is idle.
-    """
-
-    step: Amount
-    computing: Amount
-    exposed: Amount
-    bubble: Amount
+def candidate(
+    mesh: Mesh, zero: Zero | None, remat: Remat | None, precision: Precision | None, pipeline: Pipeline | None,
+    seconds: float, peak: float,
+) -> CandidateEntry:  # fmt: skip
+    """The record of a plan that was priced."""
+    return CandidateEntry(mesh.sizes, *_options(zero, remat, precision, pipeline), seconds, round(peak))
 
 
-@dataclass(frozen=True, slots=True)
-class SuggestionEntry:
-    """A plan, compiled whole.
-
-    ``mesh``: the axes with their sizes. ``links``: by axis. ``annotations``, ``remat`` and ``precision``: as Python.
-    ``excess``: the bytes by which it does not fit. ``wire_bytes`` and ``flops``: of one rank. ``collectives``: how many
-    it starts in a step. ``reasons``: a sentence for each choice. ``python``: to be pasted.
-    """
-
-    mesh: Mapping[str, Size]
-    links: Mapping[str, str]
-    annotations: Mapping[str, str]
-    zero: ZeroEntry | None
-    remat: str | None
-    precision: str | None
-    pipeline: PipelineEntry | None
-    seconds: TimeParts
-    memory: MemoryEntry
-    excess: Count
-    wire_bytes: Count
-    collectives: Count
-    flops: Count
-    reasons: tuple[str, ...]
-    python: str
-
-
-@dataclass(frozen=True, slots=True)
-class Suggested:
-    """What ``shardc suggest`` found, the best first.
-
-    ``devices``: ranks. ``memory``: bytes that each has; null for no limit. ``machine``: links and device. ``bound``:
-    seconds that no plan of the search can fall below. ``compiled``: programs that were compiled for it.
-    """
-
-    version: Literal[1] = field(default=1, init=False)
-    devices: Size
-    memory: Size | None
-    machine: MachineEntry
-    bound: Amount
-    compiled: Count
-    suggestions: tuple[SuggestionEntry, ...]
+def _options(
+    zero: Zero | None, remat: Remat | None, precision: Precision | None, pipeline: Pipeline | None
+) -> tuple[ZeroEntry | None, str | None, str | None, PipelineEntry | None]:
+    return (
+        None if zero is None else ZeroEntry(zero.axis, zero.stage),
+        None if remat is None else python_text(remat),
+        None if precision is None else python_text(precision),
+        None
+        if pipeline is None
+        else PipelineEntry(pipeline.axis, pipeline.microbatches, pipeline.schedule, pipeline.balance),
+    )
 
 
 def python_text(option: Any) -> str:
