@@ -58,7 +58,11 @@ def add_command(
         "--set", metavar="KEY=VALUE", action="append", default=[], type=_setting, dest="settings",
         help="set a field of the hf config, or an argument of the function; may be repeated",
     )  # fmt: skip
-    default = "or the next multiple of --devices); also of those of a function" if is_search else "or the next multiple of dp)"
+    default = (
+        "or the next multiple of --devices); also of those of a function"
+        if is_search
+        else "or the next multiple of dp)"
+    )
     parser.add_argument("--batch", metavar="N", type=count, help=f"batch size of the inputs of hf: (8, {default}")
     length = "tokens a row of the inputs of hf: (as many as a model of text has positions, at most 4096; verify: 64)"
     parser.add_argument("--seq", metavar="N", type=count, help=length)
@@ -68,9 +72,7 @@ def add_command(
 def add_mesh_options(parser: Parser, is_required: bool = True) -> None:
     """Add ``--mesh``, ``--annotate`` and the options of ``shardc.compile`` that every command with a mesh takes."""
     parser.add_argument("--mesh", type=mesh, required=is_required, help="axes and sizes: dp=2,tp=4")
-    _add_annotate(
-        parser, "replaces the defaults of an hf: target, adds to the annotations that a function returns"
-    )
+    _add_annotate(parser, "replaces the defaults of an hf: target, adds to the annotations that a function returns")
     parser.add_argument(
         "--zero", metavar="AXIS=STAGE", type=_zero,
         help="shard parameters, gradients and optimizer states over an axis between uses, as ZeRO does: dp=3",

@@ -53,7 +53,7 @@ def _machine(options: argparse.Namespace) -> Machine:
 
 
 def _suggested(options: argparse.Namespace, machine: Machine) -> Suggested:
-    """Load the target and search. Raises a UsageError where no plan was compiled."""
+    """Load the target and search."""
     options.mesh, is_function = Mesh(device_ids=None, dp=options.devices), not options.target.startswith("hf:")
     batch = options.batch if is_function else None
     options.batch = None if is_function else options.batch  # a function makes its own inputs, which are resized
@@ -74,9 +74,6 @@ def _suggested(options: argparse.Namespace, machine: Machine) -> Suggested:
             nodes=options.nodes, batch=batch, fix=_fixed(options), objective=options.objective,
             optimizer=options.optimizer, top=options.top, progress=tell,
         )  # fmt: skip
-    if not found:
-        problem, remedy = "no plan could be compiled", "fix less, or allow other sizes of an axis"
-        raise UsageError("suggest", f"{options.devices} devices", problem, remedy)
     return suggested(found, type(target.model).__name__)
 
 

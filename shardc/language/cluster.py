@@ -7,7 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from shardc.language.errors import OptionError
-from shardc.language.machine import DEFAULT_DEVICE, LINKS, Device, Link, Machine, load, machine_of, slowest
+from shardc.language.machine import (
+    DEFAULT_DEVICE,
+    DEFAULT_LINK,
+    LINKS,
+    Device,
+    Link,
+    Machine,
+    link_named,
+    load,
+    machine_of,
+    slowest,
+)
 
 
 def cluster(links: Any, device: Device | str | None, devices: int, nodes: int) -> Machine:
@@ -35,10 +46,10 @@ def cluster(links: Any, device: Device | str | None, devices: int, nodes: int) -
         raise OptionError("links", f"{links!r}, of {nodes} nodes", "no link joins the nodes", remedy)
     node = devices // nodes if nodes > 1 else 0
     device = device or measured or DEFAULT_DEVICE
-    return Machine({} if inside is None else {"*": inside}, device, node, between if node else None)  # type: ignore[arg-type, dict-item]
+    return Machine({"*": inside or DEFAULT_LINK}, device, node, between if node else None)  # type: ignore[arg-type]
 
 
-def _links(links: Any) -> tuple[Link | str | None, Link | str | None, Device | None]:
+def _links(links: Any) -> tuple[Link | None, Link | None, Device | None]:
     """The links inside a node and between nodes, and the device of a file among them."""
     if isinstance(links, str) and "=" not in links:
         links = tuple(links.split(","))
@@ -47,15 +58,15 @@ def _links(links: Any) -> tuple[Link | str | None, Link | str | None, Device | N
     if len(links) > 2:
         problem = "there is one inside a node and one between nodes"
         raise OptionError("links", f"{links!r}", problem, "say one or two, as in nvlink,infiniband")
-    found: list[Link | str] = []
+    found: list[Link] = []
     between: Link | None = None
     device: Device | None = None
     for each in links:
         if isinstance(each, Link) or (isinstance(each, str) and "=" not in each and not _is_file(each)):
-            found.append(each)
+            found.append(link_named("links", each))
             continue
         machine = machine_of(each)  # a file, or links by axis
-        found.append(machine.links.get("*") or slowest(machine.links.values()))
+        found.append(machine.links.get("*") or slowest(machine.links.values() or [DEFAULT_LINK]))
         between = between or machine.between
         device = device or (machine.device if _is_file(each) else None)
     inside, *further = [*found, None][: max(1, len(found))]

@@ -105,9 +105,9 @@ def slowest(links: Iterable[Link]) -> Link:
     )
 
 
-# Bandwidths are what a rank reaches in one direction, below the nominal figure of the data sheet or standard beside them:
-# 78 % of NVLink, 62 % of PCIe, 90 % of a network adapter. Latencies are those of a step in NCCL's own cost model, between
-# its protocols for short and for long messages.
+# Bandwidths are what a rank reaches in one direction, below the nominal figure of the data sheet or standard beside
+# them: 78 % of NVLink, 62 % of PCIe, 90 % of a network adapter. Latencies are those of a step in NCCL's own cost model,
+# between its protocols for short and for long messages.
 LINKS = {
     "nvlink": Link(2e-6, 3.5e11, name="nvlink"),  # generation 4: NVIDIA H100 SXM and H200 data sheets, 450 GB/s of 900
     "nvlink3": Link(2e-6, 2.3e11, name="nvlink3"),  # NVIDIA A100 SXM data sheet, 300 GB/s of 600 in both directions
@@ -166,9 +166,9 @@ class Device:
         return nbytes / (self.update or self.memory)
 
 
-# Rates are what kernels reach, below the nominal figures of the data sheet beside them (dense, 16-bit / float32 / memory):
-# about 61 % of 16-bit products, 67 % of the others and 78 % of the memory's rate; of an A100 70, 77 and 69 %. Capacities
-# are nominal. ``cpu`` is one core.
+# Rates are what kernels reach, below the nominal figures of the data sheet beside them (dense 16-bit, float32, memory):
+# about 61 % of 16-bit products, 67 % of others, 78 % of the memory's rate; of an A100 70, 77 and 69 %. Capacities are
+# nominal. ``cpu`` is one core.
 DEVICES = {
     # NVIDIA A100 80GB SXM: 312 TFLOP/s, 19.5 TFLOP/s (float64 on tensor cores as well), 2.04 TB/s
     "a100": Device(
@@ -223,13 +223,13 @@ class Machine:
 
     def __post_init__(self) -> None:
         links: Mapping[str, Any] = self.links
-        object.__setattr__(self, "links", {axis: _link(axis, each) for axis, each in links.items()})
+        object.__setattr__(self, "links", {axis: link_named(f"links[{axis!r}]", each) for axis, each in links.items()})
         object.__setattr__(self, "device", _device(self.device))
         between: Any = self.between
         if type(self.node) is not int or self.node < 0 or bool(self.node) != (between is not None):
             what, problem = f"node={self.node!r}, between={between!r}", "a node has a size, and a link to other nodes"
             raise OptionError("Machine", what, problem, "say both, as node=8, between='infiniband', or neither")
-        object.__setattr__(self, "between", None if between is None else _link("between", between))
+        object.__setattr__(self, "between", None if between is None else link_named("links['between']", between))
 
     def link(self, axes: Iterable[str], mesh: Mesh) -> Link | HierarchicalLink:
         """The link of a group of ranks along these printed axis parts; the slowest where there are several.
@@ -316,7 +316,9 @@ def machine_of(links: Links, device: Device | str | None = None, nodes: tuple[in
     ``device`` takes precedence over that of a file, and ``nodes``, the devices in each and the link between them.
     """
     machine = links if isinstance(links, Machine) else _read(links)
-    node, between = (machine.node, machine.between) if nodes is None else (nodes[0], _link("between", nodes[1]))
+    node, between = (
+        (machine.node, machine.between) if nodes is None else (nodes[0], link_named("links['between']", nodes[1]))
+    )
     return Machine(machine.links, machine.device if device is None else _device(device), node, between)
 
 
@@ -328,7 +330,7 @@ def _read(links: Mapping[str, Link | str] | str | Path | None) -> Machine:
         twice = [axis for i, (axis, *_) in enumerate(pairs) if axis in [other for other, *_ in pairs[:i]]]
         if twice:
             raise OptionError("links", repr(links), f"it names {twice[0]!r} twice", "say one link for each axis")
-        return Machine({axis: _link(axis, name) for axis, _, name in pairs})
+        return Machine({axis: link_named(f"links[{axis!r}]", name) for axis, _, name in pairs})
     if links is not None and not isinstance(links, Mapping):
         raise OptionError("links", repr(links), "it maps axes to links", "say links={'tp': 'nvlink'}, or name a file")
     return Machine(dict(links or {}))  # type: ignore[arg-type]
@@ -360,13 +362,14 @@ def _unreadable(path: str | Path, problem: str) -> OptionError:
     return OptionError("links", f"{str(path)!r}", problem, remedy or "run shardc bench-links -o FILE, or say tp=nvlink")
 
 
-def _link(axis: str, link: Link | str) -> Link:
+def link_named(who: str, link: Link | str) -> Link:
+    """A link as it is, or the preset of a name. Raises an OptionError of ``who`` where there is none."""
     if isinstance(link, Link):
         return link
     preset = LINKS.get(SHORT.get(link, link)) if isinstance(link, str) else None
     if preset is None:
         remedy = did_you_mean(str(link), (*LINKS, *SHORT)) or f"say one of {', '.join(LINKS)}"
-        raise OptionError(f"links[{axis!r}]", f"{link!r}", "there is no such link", remedy)
+        raise OptionError(who, f"{link!r}", "there is no such link", remedy)
     return preset
 
 

@@ -110,6 +110,11 @@ class P:
     def __hash__(self) -> int:
         return hash((str(self), self.priority))
 
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that cut the value, each once."""
+        return tuple(dict.fromkeys(axis_of(part) for entry in self.entries for part in _axes_of(entry)))
+
     def is_open(self, dim: int) -> bool:
         """Whether propagation may choose this dim, or cut it further."""
         if dim >= len(self.entries):

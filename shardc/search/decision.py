@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
 
+from shardc.capture.annotations import named_by
+from shardc.capture.call import names_of
 from shardc.language.errors import ShardingError
 from shardc.language.mesh import Mesh
 from shardc.language.partition import P
@@ -71,15 +73,21 @@ class Tensors:
                 yield from (Place(pattern, dim, len(shape)) for dim in dims if shape[dim] > 1)
 
 
-def tensors_of(compiler: PlanCompiler, model: nn.Module) -> Tensors:
-    """The tensors that ``compiler`` sees of a model, of which it may have few blocks."""
+def tensors_of(compiler: PlanCompiler, model: nn.Module, given: Iterable[str] = ()) -> Tensors:
+    """The tensors that ``compiler`` sees of a model, of which it may have few blocks.
+
+    ``given``: patterns of the user's annotations; what they match is left out.
+    """
     program = compiler.annotated(_mesh(1), {}, PROPAGATED)
     patterns = parameter_globs(model)
+    names = names_of(compiler.model, compiler.args, compiler.kwargs)
+    kinds = {"param": "parameter", "input": "input"}
+    taken = {(kinds.get(kind, kind), name) for pattern in given for kind, name in named_by(pattern, names)}
     inputs: dict[str, tuple[int, ...]] = {}
     parameters: dict[str, tuple[int, ...]] = {}
     pattern_of: dict[tuple[str, str], str] = {}
     for put in program.inputs:
-        if put.kind in ("input", "parameter") and put.type.shape:
+        if put.kind in ("input", "parameter") and put.type.shape and (put.kind, put.name) not in taken:
             is_parameter = put.kind == "parameter"
             pattern = patterns.get(put.name, put.name) if is_parameter else f"input:{put.name}"
             pattern_of[put.kind, put.name] = pattern

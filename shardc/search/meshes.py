@@ -18,28 +18,33 @@ def shapes(devices: int, num_axes: int) -> Iterator[tuple[int, ...]]:
             yield from ((size, *rest) for rest in shapes(devices // size, num_axes - 1))
 
 
-def named_axes(
-    shape: Sequence[int], cuts: Sequence[Cuts], experts: frozenset[Decision] = frozenset()
-) -> tuple[Axis, ...]:
+def named_axes(shape: Sequence[int], cuts: Sequence[Cuts], given: Sequence[str] = ()) -> tuple[Axis, ...]:
     """Axes with the names that the field has for what they cut; a second one of a name has a number behind it.
 
-    ``dp`` samples, ``ep`` experts, ``cp`` positions, ``tp`` parameters.
+    ``dp`` samples, ``ep`` experts, ``cp`` positions, ``tp`` parameters. ``given``: names for axes that cut nothing but
+    what the user's annotations say.
     """
     names: list[str] = []
+    free = [name for name in given if name not in map(_name, cuts)]
     for each in cuts:
-        name = axis_name(each, experts)
+        name = free.pop(0) if free and not each else _name(each)
         names.append(name if name not in names else f"{name}{sum(n.startswith(name) for n in names) + 1}")
     return tuple(Axis(*each) for each in zip(names, shape, cuts, strict=True))
 
 
-def axis_name(cuts: Cuts, experts: frozenset[Decision]) -> str:
-    """The name of an axis that cuts these."""
+def _name(cuts: Cuts) -> str:
     kinds = {each.kind for each in cuts}
     if "samples" in kinds or not kinds:
         return "dp"
-    if cuts & experts:
+    if any(_is_of_experts(each) for each in cuts):
         return "ep"
     return "tp" if "parameters" in kinds else "cp"
+
+
+def _is_of_experts(decision: Decision) -> bool:
+    """Whether it cuts stacks of matrices between one and the next."""
+    is_first = all(place.dim == 0 and place.num_dims > 1 for place in decision.places)
+    return is_first and any(place.num_dims > 2 for place in decision.places) and decision.kind == "parameters"
 
 
 def is_possible(axes: Sequence[Axis]) -> bool:

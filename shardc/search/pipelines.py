@@ -27,21 +27,31 @@ class Estimate:
 
 def num_stages_of(task: Task, num_blocks: int) -> list[int]:
     """The numbers of stages that are tried: those that divide the devices and leave a block for each stage."""
-    return [each for each in range(2, min(task.devices, num_blocks) + 1) if task.devices % each == 0]
+    sizes = task.sizes.get(AXIS, range(2, min(task.devices, num_blocks) + 1))
+    is_allowed = task.pipelines is None or any(task.pipelines)
+    return [each for each in sizes if is_allowed and each > 1 and task.devices % each == 0]
 
 
-def with_stages(plan: Plan, price: Price, num_stages: int, num_samples: int) -> Iterator[Estimate]:
+def with_stages(
+    plan: Plan, price: Price, num_stages: int, num_samples: int, fixed: Sequence[Pipeline | None] | None = None
+) -> Iterator[Estimate]:
     """A plan for the devices of one stage, priced for the whole model, with several numbers of microbatches.
 
     A stage takes its part of the time, and the first microbatch reaches the last stage after all others. The plan's
     activations are those of the whole batch, of which a stage keeps those of as many microbatches as there are stages.
+    ``fixed``: the pipelines that are allowed, where they are.
     """
-    for count in _microbatches(plan, num_stages, num_samples):
+    options = (
+        fixed
+        if fixed is not None
+        else [Pipeline(AXIS, n, balance="time") for n in _microbatches(plan, num_stages, num_samples)]
+    )
+    for pipeline in filter(None, options):
+        count = pipeline.microbatches
         seconds = price.seconds / num_stages * (1 + (num_stages - 1) / count)
         stored = price.parameters + price.gradients + price.optimizer
         working = max(0.0, price.peak - stored - price.saved) / count
         peak = UNEVEN * stored / num_stages + price.saved * min(num_stages, count) / count / num_stages + working
-        pipeline = Pipeline(AXIS, microbatches=count, balance="time")
         yield Estimate(replace(plan, pipeline=pipeline, num_stages=num_stages), seconds, peak)
 
 

@@ -53,6 +53,11 @@ class Plan:
         return Mesh(device_ids=None, **sizes or {axis.name: axis.size for axis in self.axes})
 
     @property
+    def options(self) -> tuple[Zero | Remat | Precision | Pipeline, ...]:
+        """The options that it has."""
+        return tuple(filter(None, (self.zero, self.remat, self.precision, self.pipeline)))
+
+    @property
     def annotations(self) -> dict[str, P]:
         """One annotation for each tensor that is cut, whose other dims are open; or what is ``written``."""
         if self.written is not None:

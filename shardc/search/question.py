@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from shardc.capture.call import call_leaves, flatten, rebuild
+from shardc.language.cluster import cluster
 from shardc.language.errors import OptionError, did_you_mean
 from shardc.language.machine import Device
-from shardc.language.cluster import cluster
 from shardc.language.partition import P
 from shardc.language.text import bytes_of
 from shardc.options import OPTIMIZERS, Pipeline, Precision, Remat, Zero

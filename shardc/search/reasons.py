@@ -17,8 +17,9 @@ Alternative = tuple[str, str, Callable[[Plan], bool]]  # the choice and the othe
 def reasons(chosen: Found, found: Collection[Found], task: Task) -> tuple[str, ...]:
     """A sentence for each choice of a plan, read off the plans that were priced beside it."""
     return tuple(
-        f"{choice}: {_next_best(chosen, [each for each in found if has_other(each.plan)], other, task)}"
-        for choice, other, has_other in _alternatives(chosen.plan)
+        f"{choice}: {_next_best(chosen, others, words, task)}"
+        for choice, words, has_other in _alternatives(chosen.plan)
+        if (others := [each for each in found if has_other(each.plan)])
     )
 
 
@@ -42,8 +43,6 @@ def _has_other(plan: Plan, name: str, option: Any) -> Callable[[Plan], bool]:
 
 def _next_best(chosen: Found, others: Collection[Found], words: str, task: Task) -> str:
     """What the best of the other plans costs, beside the chosen one."""
-    if not others:
-        return f"no plan {words} was priced"
     best = min(others, key=lambda each: each.rank(task))
     slower, larger = best.price.seconds / chosen.price.seconds - 1, best.price.peak - chosen.price.peak
     time = f"{seconds_text(best.price.seconds)} a step ({slower:+.1%})"

@@ -2,13 +2,13 @@
 
 It goes from small questions to large ones. Every plan is priced by the compiler's own program for it.
 
-1. Cuts of one axis (``pool.py``): sets of decisions that are worth an axis, over fast links and slow ones.
+1. Cuts of one axis (``pool.py``): sets of decisions that are worth an axis, over fast links and over slow ones.
 2. Meshes: all shapes of one, two and three axes, each axis with a set of the pool.
 3. Options: ZeRO for the fastest of these plans, and recomputation where memory asks for it.
 4. Refinement: single decisions of the best plans are taken out or put in until nothing gets better.
 
-State: ``found``, the whole plans so far. All of it is deterministic; of equal plans the one is better that has fewer
-options and annotations.
+State: ``found``, the whole plans so far. All of it is deterministic. Plans whose figures differ by less than ``EQUAL``
+count as equal, and the one with fewer options and annotations is better.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, product
+from math import floor, log
 
 from shardc.options import Zero
 from shardc.search.decision import Decision
@@ -25,9 +26,10 @@ from shardc.search.pool import Pool
 from shardc.search.price import Price, Pricer
 from shardc.search.task import Task
 
-NUM_PAIRS = 8  # pairs of sets that are tried on meshes of every shape
-NUM_FOR_STAGES = 4  # plans for the devices of a stage, the fastest and the smallest
-NUM_WITH_OPTIONS = 8  # plans that options are tried for
+EQUAL = 1e-3
+BREADTH = 8  # sets of cuts that are tried on meshes of every shape
+BREADTH_OF_STAGES = 3  # the same for the devices of a pipeline's stage
+NUM_WITH_OPTIONS = 8  # plans that options are tried for, three times as many where none fits
 NUM_REFINED = 2
 GAIN = 0.8  # options make a plan no faster than this part of its time
 
@@ -45,48 +47,61 @@ class Found:
         """A smaller rank is better: what fits in memory, then the least time or memory, then the shortest plan."""
         excess = max(0.0, self.price.peak - task.memory)
         figure = task.figure(self.price.seconds, self.price.peak)
-        plan = self.plan
-        num_options = sum(each is not None for each in (plan.zero, plan.remat, plan.precision, plan.pipeline))
-        text = str(plan.annotations)
-        return excess, float(f"{figure:.6g}"), num_options, len(plan.annotations), len(text), str(plan.mesh), text
+        annotations = self.plan.annotations
+        size = len(self.plan.options) + len(annotations)
+        text = f"{annotations}"
+        return excess, floor(log(figure) / EQUAL), size, len(self.plan.axes), len(text), f"{self.plan.mesh}", text
 
 
 @dataclass(eq=False)
 class Search:
-    """The search of one model, whose ``found`` plans grow while it runs."""
+    """The search of one model, whose ``found`` plans grow while it runs.
+
+    ``data`` and ``model``: the pool, sets of cuts with the samples and without them.
+    """
 
     pricer: Pricer
-    decisions: Sequence[Decision]
     task: Task
     progress: Progress = lambda what: None
-    breadth: int = NUM_PAIRS
+    breadth: int = BREADTH
     data: Sequence[Cuts] = ()
     model: Sequence[Cuts] = ()
     found: dict[Plan, Found] = field(default_factory=dict)
 
-    def run(self) -> None:
+    def run(self, decisions: Iterable[Decision]) -> None:
         """Search; ``best`` has the best plans so far at any time."""
         pool = Pool(self.pricer, self.task)
-        decisions = pool.distinct(self.decisions)
+        decisions = pool.distinct(decisions)
         samples = frozenset(each for each in decisions if each.kind == "samples")
         others = [each for each in decisions if each not in samples]
         self.data, self.model = pool.sets(samples, others), pool.sets(frozenset(), others)
         self.progress(f"{len(decisions)} decisions, {len(self.data) + len(self.model)} sets of them for an axis")
         self._meshes()
-        self.progress(f"{len(self.found)} plans on meshes, the best {self._text()}")
+        self.progress(f"{len(self.found)} plans on meshes{self._best_text()}")
         self._options()
-        self.progress(f"{len(self.found)} plans with options, the best {self._text()}")
+        self.progress(f"{len(self.found)} plans with options{self._best_text()}")
         for each in self.best(NUM_REFINED):
             self._refine(each, decisions)
-        self.progress(f"{len(self.found)} plans refined, the best {self._text()}")
+        self.progress(f"{len(self.found)} plans refined{self._best_text()}")
+
+    def for_stages(self, devices: int) -> list[Found]:
+        """The plans for fewer devices, as those of a stage of a pipeline are: those that no other is better than."""
+        part = Search(self.pricer, self.task.of_stage(devices), breadth=BREADTH_OF_STAGES)
+        part.data, part.model = self.data[:2], self.model[:2]
+        part._meshes()
+        part._options()
+        return frontier(part.found.values())
 
     def best(self, count: int = 1) -> list[Found]:
-        """The best plans so far."""
-        return sorted(self.found.values(), key=lambda each: each.rank(self.task))[:count]
+        """The best plans so far, one for each mesh and set of options."""
+        by_kind: dict[object, Found] = {}
+        for each in sorted(self.found.values(), key=lambda each: each.rank(self.task)):
+            if self.task.permits(each.plan):
+                by_kind.setdefault((str(each.plan.mesh), each.plan.options), each)
+        return list(by_kind.values())[:count]
 
-    def _text(self) -> str:
-        best = self.best()
-        return f"{best[0].plan.mesh}, {1e3 * best[0].price.seconds:.1f} ms" if best else "nothing"
+    def _best_text(self) -> str:
+        return "".join(f", the best {each.plan.mesh}, {1e3 * each.price.seconds:.1f} ms" for each in self.best())
 
     def price(self, plan: Plan, than: Plan | None = None) -> Found | None:
         """The plan with its price, kept among those found; None where it is not allowed or cannot be compiled.
@@ -97,11 +112,12 @@ class Search:
             return self.found[plan]
         if not (is_possible(plan.axes) and self.task.allows(plan.axes)):
             return None
+        machines = (self.task.machine,)
         if than is not None:
-            few, other = (self.pricer.of_few(each, (self.task.machine,)) for each in (plan, than))
+            few, other = (self.pricer.of_few(each, machines) for each in (plan, than))
             if few is None or (other and few[0].seconds > other[0].seconds and few[0].peak >= other[0].peak):
                 return None
-        prices = self.pricer.of_all(plan, (self.task.machine,))
+        prices = self.pricer.of_all(plan, machines)
         if prices is None:
             return None
         self.found[plan] = Found(plan, prices[0])
@@ -111,70 +127,54 @@ class Search:
 
     def _meshes(self) -> None:
         """Plans on meshes of up to three axes, those of samples before the others."""
-        given = tuple(self.task.given.items())
+        data, model = self.data, [*self.model, *[frozenset[Decision]()] * bool(self.task.given)]
         for precision in self.task.precisions:
-            blank = Plan((), given, precision=precision)
-            self._all([(each,) for each in (*self.data, *self.model)], 1, blank)
-            pairs = self._all(list(product(self.data, self.model)), 2, blank, self.breadth)
+            blank = Plan((), tuple(self.task.given.items()), precision=precision)
+            self._on_shapes([(each,) for each in (*data, *model)], 1, blank)
+            pairs = self._best_pairs(list(product(data, model)), blank)
+            self._on_shapes(pairs, 2, blank)
             if self.task.machine.between is not None:
-                self._all([(each, each) for each in self.data[:2]], 2, blank)
-            triples = [(first, other, second) for first, second in pairs for other in self.model if other != second]
-            self._all(triples, 3, blank, self.breadth // 2)
+                self._on_shapes([(each, each) for each in data[:2]], 2, blank)
+            triples = [(first, other, second) for first, second in pairs for other in model if other != second]
+            self._on_shapes(triples[: self.breadth // 2], 3, blank)
 
-    def for_devices(self, devices: int) -> list[Found]:
-        """The best plans for fewer devices, as the devices of one stage of a pipeline are."""
-        if devices == 1:
-            alone = self.price(Plan((Axis("dp", 1),), tuple(self.task.given.items())))
-            return [] if alone is None else [alone, *self._with_remat(alone.plan)]
-        task = replace(
-            self.task, devices=devices, sizes={name: n for name, n in self.task.sizes.items() if name != "pp"}
-        )
-        part = Search(self.pricer, (), task, breadth=3, data=self.data[:2], model=self.model[:2])
-        part._meshes()
-        part._options()
-        by_memory = sorted(part.found.values(), key=lambda each: each.price.peak)
-        return [*part.best(NUM_FOR_STAGES), *by_memory[:NUM_FOR_STAGES]]
-
-    def _all(
-        self, cuts: Sequence[tuple[Cuts, ...]], num_axes: int, blank: Plan, most: int = 0
-    ) -> list[tuple[Cuts, ...]]:
-        """Price sets of cuts on all shapes; with ``most``, those alone that are best on the most even shape.
-
-        Returns these.
-        """
-        every = sorted(shapes(self.task.devices, num_axes), key=lambda shape: (max(shape) / min(shape), shape[::-1]))
-        if not every:
+    def _best_pairs(self, pairs: Sequence[tuple[Cuts, ...]], blank: Plan) -> list[tuple[Cuts, ...]]:
+        """The pairs that are best on the most even shape, by rank and by time in turn."""
+        shape = next(iter(self._shapes(2)), None)
+        if shape is None:
             return []
-        if most:
-            first = {each: self._on(every[0], each, blank) for each in cuts}
-            known = [(each, found) for each, found in first.items() if found]
-            best = sorted(known, key=lambda pair: pair[1].rank(self.task))
-            fastest = sorted(known, key=lambda pair: pair[1].price.seconds)
-            pairs = chain.from_iterable(zip(best, fastest, strict=True))
-            cuts = list(dict.fromkeys(each for each, _ in pairs))[:most]
-        for shape, each in product(every, cuts):
-            self._on(shape, each, blank)
-        return list(cuts)
+        priced = [(each, found) for each in pairs if (found := self._on_shape(shape, each, blank))]
+        by_rank = sorted(priced, key=lambda pair: pair[1].rank(self.task))
+        by_time = sorted(priced, key=lambda pair: pair[1].price.seconds)
+        in_turn = chain.from_iterable(zip(by_rank, by_time, strict=True))
+        return list(dict.fromkeys(each for each, _ in in_turn))[: self.breadth]
 
-    def _on(self, shape: Sequence[int], cuts: Sequence[Cuts], blank: Plan) -> Found | None:
-        return self.price(replace(blank, axes=named_axes(shape, cuts)))
+    def _shapes(self, num_axes: int) -> list[tuple[int, ...]]:
+        """The shapes of meshes, even ones first."""
+        every = shapes(self.task.devices, num_axes)
+        return sorted(every, key=lambda shape: (max(shape) / min(shape), shape[::-1]))
+
+    def _on_shapes(self, cuts: Iterable[tuple[Cuts, ...]], num_axes: int, blank: Plan) -> None:
+        for shape, each in product(self._shapes(num_axes), cuts):
+            self._on_shape(shape, each, blank)
+
+    def _on_shape(self, shape: Sequence[int], cuts: Sequence[Cuts], blank: Plan) -> Found | None:
+        return self.price(replace(blank, axes=named_axes(shape, cuts, self.task.given_axes)))
 
     # Options.
 
     def _options(self) -> None:
         """ZeRO for the fastest plans; recomputation for those that do not fit with it."""
-        fastest = sorted(self.found.values(), key=lambda each: each.price.seconds)
-        done, best = 0, float("inf")
-        for base in fastest:
-            if done >= NUM_WITH_OPTIONS and (best < float("inf") or done >= 3 * NUM_WITH_OPTIONS):
-                break
-            if GAIN * base.price.seconds > best:
-                break
+        num_tried, best = 0, float("inf")
+        for base in sorted(self.found.values(), key=lambda each: each.price.seconds):
+            is_enough = num_tried >= NUM_WITH_OPTIONS * (1 if best < float("inf") else 3)
+            if is_enough or GAIN * base.price.seconds > best:
+                return
             variants = [base, *self._with_zero(base.plan)]
             if not any(each.price.peak <= self.task.memory for each in variants):
-                variants += [found for plan in variants for found in self._with_remat(plan.plan)]
+                variants += [found for each in variants for found in self._with_remat(each.plan)]
             fitting = [each.price.seconds for each in variants if each.price.peak <= self.task.memory]
-            best, done = min([best, *fitting]), done + 1
+            best, num_tried = min([best, *fitting]), num_tried + 1
 
     def _with_zero(self, plan: Plan) -> list[Found]:
         axes = [axis.name for axis in plan.axes if any(each.kind == "samples" for each in axis.cuts)]
@@ -190,18 +190,28 @@ class Search:
     # Refinement.
 
     def _refine(self, start: Found, decisions: Sequence[Decision]) -> None:
-        """Toggle single decisions of a plan's axes, as long as that makes it better."""
+        """Take single decisions out of a plan's axes or put them in, as long as that makes it better."""
         best, is_better = start, True
         while is_better:
             before = best
-            for plan in self._neighbours(best.plan, decisions):
+            for plan in _neighbours(best.plan, decisions):
                 found = self.price(plan, best.plan)
                 if found is not None and found.rank(self.task) < best.rank(self.task):
                     best = found
             is_better = best is not before
 
-    def _neighbours(self, plan: Plan, decisions: Sequence[Decision]) -> Iterator[Plan]:
-        for i, axis in enumerate(plan.axes):
-            for decision in decisions:
-                changed = replace(axis, cuts=axis.cuts ^ {decision})
-                yield replace(plan, axes=(*plan.axes[:i], changed, *plan.axes[i + 1 :]))
+
+def _neighbours(plan: Plan, decisions: Sequence[Decision]) -> Iterator[Plan]:
+    for i, axis in enumerate(plan.axes):
+        for decision in decisions:
+            changed = Axis(axis.name, axis.size, axis.cuts ^ {decision})
+            yield replace(plan, axes=(*plan.axes[:i], changed, *plan.axes[i + 1 :]))
+
+
+def frontier(found: Iterable[Found]) -> list[Found]:
+    """The plans that take less memory than every faster one."""
+    kept: list[Found] = []
+    for each in sorted(found, key=lambda each: (each.price.seconds, each.price.peak)):
+        if not kept or each.price.peak < kept[-1].price.peak:
+            kept.append(each)
+    return kept

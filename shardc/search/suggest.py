@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -14,14 +15,14 @@ from shardc.language.machine import Device
 from shardc.language.partition import P
 from shardc.options import Remat, check_call, check_model
 from shardc.search.decision import decisions_of, tensors_of
-from shardc.search.pipelines import Estimate, num_stages_of, with_stages
-from shardc.search.plan import Plan
+from shardc.search.pipelines import num_stages_of, with_stages
+from shardc.search.plan import Axis, Plan
 from shardc.search.price import Price, Pricer
 from shardc.search.question import question, with_batch
 from shardc.search.reasons import reasons
 from shardc.search.search import Found, Progress, Search
 from shardc.search.shorten import Annotations, shortened
-from shardc.search.suggestion import Suggestion
+from shardc.search.suggestion import Candidate, Suggestion, Suggestions, python_text
 from shardc.search.task import Objective, Task
 from shardc.search.whole import Cost, WholeCompiler, cost_of
 
@@ -46,7 +47,7 @@ def suggest(
     optimizer: str = "adamw",
     top: int = 5,
     progress: Progress | None = None,
-) -> tuple[Suggestion, ...]:
+) -> Suggestions:
     """The best plans for training a model on a number of devices, the best first. No device is needed.
 
     Args:
@@ -101,57 +102,94 @@ class _Suggesting:
     progress: Progress
     whole: dict[Plan, Cost] = field(default_factory=dict)
 
-    def run(self) -> tuple[Suggestion, ...]:
-        tensors = tensors_of(self.pricer.few, self.model)
-        search = Search(self.pricer, decisions_of(self.pricer.few, tensors), self.task, self.progress)
-        compiler = WholeCompiler(self.model, self.args, self.kwargs, self.task)
-        estimates: list[Estimate] = []
+    def run(self) -> Suggestions:
+        """Search, compile the best plans whole, and say why they are as they are."""
+        tensors = tensors_of(self.pricer.few, self.model, self.task.given)
+        search = Search(self.pricer, self.task, self.progress)
+        staged: list[Plan] = []
         try:
-            search.run()
-            estimates = self._pipelines(search)
+            search.run(decisions_of(self.pricer.few, tensors))
+            staged = self._with_stages(search)
         except KeyboardInterrupt:
-            self.progress("the search ends here: the best plans so far are compiled")
-        plain = [each.plan for each in search.best(max(NUM_WHOLE, self.top))]
-        for plan in (*plain, *(each.plan for each in estimates)):
-            self._compile(compiler, plan)
-        best = sorted(self.whole, key=lambda plan: _found(plan, self.whole[plan]).rank(self.task))
-        everything = (*search.found.values(), *(_found(*each) for each in self.whole.items()))
-        return tuple(self._suggestion(plan, everything) for plan in best[: self.top])
+            self.progress("interrupted: the best plans so far are compiled")
+        self._compile(each.plan for each in search.best(max(NUM_WHOLE, self.top)))
+        self._compile(staged)
+        if not self.whole:
+            raise self._nothing()
+        self._compile(self._variants())
+        everything = [*search.found.values(), *(_found(*each) for each in self.whole.items())]
+        suggestions = [self._suggestion(plan, everything) for plan in self._ranked()[: self.top]]
+        candidates = (_candidate(each) for each in everything if self.task.permits(each.plan))
+        return Suggestions(suggestions, self._bound(), self.pricer.num_compiled + len(self.whole), candidates)
 
-    def _pipelines(self, search: Search) -> list[Estimate]:
+    def _ranked(self) -> list[Plan]:
+        return sorted(self.whole, key=lambda plan: _found(plan, self.whole[plan]).rank(self.task))
+
+    def _with_stages(self, search: Search) -> list[Plan]:
         """The plans with a pipeline that are worth compiling, by estimates."""
         best = search.best()
-        limit = PROMISING * best[0].price.seconds if best and best[0].price.peak <= self.task.memory else float("inf")
-        found: list[Estimate] = []
-        for num_stages in num_stages_of(self.task, self.pricer.num_blocks):
-            plans = search.for_devices(self.task.devices // num_stages)
-            for each in plans:
-                found += with_stages(each.plan, each.price, num_stages, self.num_samples)
-        fitting = [each for each in found if each.peak <= self.task.memory and each.seconds <= limit]
-        fitting = sorted(fitting, key=lambda each: (each.seconds, each.peak, str(each.plan)))
-        return (
-            fitting[:NUM_WHOLE] or sorted(found, key=lambda each: each.peak)[:NUM_WHOLE]
-            if limit == float("inf")
-            else fitting[:NUM_WHOLE]
-        )
+        is_fitting = bool(best) and best[0].price.peak <= self.task.memory
+        limit = PROMISING * best[0].price.seconds if is_fitting else float("inf")
+        estimates = [
+            estimate
+            for num_stages in num_stages_of(self.task, self.pricer.num_blocks)
+            for each in search.for_stages(self.task.devices // num_stages)
+            for estimate in with_stages(each.plan, each.price, num_stages, self.num_samples, self.task.pipelines)
+            if estimate.seconds <= limit
+        ]
+        estimates.sort(key=lambda each: (max(0.0, each.peak - self.task.memory), each.seconds, str(each.plan)))
+        return [each.plan for each in estimates[:NUM_WHOLE]]
 
-    def _compile(self, compiler: WholeCompiler, plan: Plan) -> None:
-        self.progress(f"compiling {plan.mesh}, plan {len(self.whole) + 1}")
-        try:
-            self.whole[plan] = cost_of(compiler.compiled(plan).program)
-        except (ShardingError, CaptureError, NotImplementedError):
-            return
+    def _variants(self) -> list[Plan]:
+        """The best plan with options that are chosen for the whole model: a schedule, what is recomputed."""
+        best = self._ranked()[0]
+        variants: list[Plan] = []
+        if best.pipeline is not None and self.task.pipelines is None:
+            variants.append(replace(best, pipeline=replace(best.pipeline, schedule="auto")))
+        without = replace(best, remat=None)
+        if best.remat is not None and without not in self.whole:
+            self._compile([without])
+        if best.remat is not None and without in self.whole:
+            memory = self.whole[without].memory
+            budget = int(self.task.memory) - (memory["peak"] - memory["saved"])
+            variants += [replace(best, remat=Remat(budget=budget))] * (budget > 0)
+        return variants
+
+    def _compile(self, plans: Iterable[Plan]) -> None:
+        for plan in plans:
+            if plan not in self.whole:
+                self.progress(f"compiling plan {len(self.whole) + 1} for the whole model: {plan.mesh}")
+                try:
+                    self.whole[plan] = cost_of(self.compiler.compiled(plan).program)
+                except (ShardingError, CaptureError, NotImplementedError):
+                    continue
+
+    @cached_property
+    def compiler(self) -> WholeCompiler:
+        """The compiler of the whole model."""
+        return WholeCompiler(self.model, self.args, self.kwargs, self.task)
+
+    def _bound(self) -> float:
+        """Seconds of all computing, evenly on all devices."""
+        one = self.pricer.of_all(Plan((Axis("dp", 1),)), (self.task.machine,))
+        return one[0].computing / self.task.devices if one else 0.0
 
     def _suggestion(self, plan: Plan, everything: Iterable[Found]) -> Suggestion:
-        cost = self.whole[plan]
+        cost, task = self.whole[plan], self.task
         annotations = shortened(plan, lambda changed: self._is_same(plan, changed))
-        others = [each for each in everything if each.plan != plan]
-        limit = None if self.task.memory == float("inf") else int(self.task.memory)
-        links = {name: self.task.machine.link((name,), plan.mesh).name for name in plan.mesh.axis_names}
+        others = [each for each in everything if each.plan != plan and task.permits(each.plan)]
+        limit = None if task.memory == float("inf") else int(task.memory)
+        links = {name: self._link(plan, name) for name in plan.mesh.axis_names}
         return Suggestion(
-            plan.mesh, annotations, plan.zero, plan.remat, plan.precision, plan.pipeline, self.task.machine,
-            self.task.optimizer, cost, limit, reasons(_found(plan, cost), others, self.task), links,
+            plan.mesh, annotations, plan.zero, plan.remat, plan.precision, plan.pipeline, task.machine,
+            task.optimizer, cost, limit, reasons(_found(plan, cost), others, task), links,
         )  # fmt: skip
+
+    def _link(self, plan: Plan, axis: str) -> str:
+        machine = self.task.machine
+        if plan.pipeline is not None and axis == plan.pipeline.axis:
+            return machine.of_stages(axis, self.task.devices).name
+        return machine.link((axis,), plan.mesh).name
 
     def _is_same(self, plan: Plan, annotations: Annotations) -> bool:
         """Whether a plan costs the same with other annotations, for two blocks and without its pipeline."""
@@ -160,7 +198,17 @@ class _Suggesting:
         machines = (self.task.machine,)
         return self.pricer.of_few(changed, machines) == self.pricer.of_few(plan, machines)
 
+    def _nothing(self) -> ShardingError:
+        what = f"{self.task.devices} devices, fix={dict(self.task.sizes)}, annotations={self.task.given}"
+        problem = "no plan keeps what is fixed and can be compiled"
+        return ShardingError("suggest", what, problem, "fix less, or say shardc.compile to see what a plan lacks")
+
 
 def _found(plan: Plan, cost: Cost) -> Found:
     """A plan compiled whole as the search has plans."""
     return Found(plan, Price(cost.seconds, cost.computing, **cost.memory, wire_bytes=cost.wire_bytes, flops=cost.flops))
+
+
+def _candidate(found: Found) -> Candidate:
+    text = ", ".join([str(found.plan.mesh), *map(python_text, found.plan.options)])
+    return Candidate(text, found.price.seconds, int(found.price.peak))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from shardc.costs.records import MemoryEntry
@@ -14,7 +14,7 @@ from shardc.language.record import json_of
 from shardc.language.text import bytes_text, seconds_text
 from shardc.options import Pipeline, Precision, Remat, Zero
 from shardc.report.suggest.records import (
-    CandidateEntry,
+    Candidate,
     PipelineEntry,
     Suggested,
     SuggestionEntry,
@@ -103,12 +103,17 @@ class Suggestion(Mapping[str, Any]):
 
     def entry(self) -> SuggestionEntry:
         """The record of its JSON form."""
-        cost = self.cost
+        cost, pipeline = self.cost, self.pipeline
         return SuggestionEntry(
-            self.mesh.sizes,
-            *_options(self.zero, self.remat, self.precision, self.pipeline),
+            mesh=self.mesh.sizes,
             links=self.axis_links,
             annotations={name: repr(spec) for name, spec in self.annotations.items()},
+            zero=None if self.zero is None else ZeroEntry(self.zero.axis, self.zero.stage),
+            remat=None if self.remat is None else python_text(self.remat),
+            precision=None if self.precision is None else python_text(self.precision),
+            pipeline=None
+            if pipeline is None
+            else PipelineEntry(pipeline.axis, pipeline.microbatches, pipeline.schedule, pipeline.balance),
             seconds=TimeParts(cost.seconds, cost.computing, cost.exposed, cost.bubble),
             memory=MemoryEntry(**cost.memory),
             excess=self.excess,
@@ -125,54 +130,43 @@ class Suggestion(Mapping[str, Any]):
         return found
 
 
-def suggested(suggestions: Sequence[Suggestion], model: str) -> Suggested:
+class Suggestions(tuple[Suggestion, ...]):
+    """Suggestions, the best first.
+
+    ``bound``: seconds that no plan of the search can fall below: all computing, evenly on all devices, with nothing to
+    wait for. ``compiled``: programs that the search compiled. ``candidates``: all plans that were priced.
+    """
+
+    bound: float
+    compiled: int
+    candidates: tuple[Candidate, ...]
+
+    def __new__(
+        cls, found: Iterable[Suggestion], bound: float = 0.0, compiled: int = 0, candidates: Iterable[Candidate] = ()
+    ) -> Suggestions:
+        """Suggestions that were found, with what else is known of the search."""
+        self = super().__new__(cls, found)
+        self.bound, self.compiled, self.candidates = bound, compiled, tuple(candidates)
+        return self
+
+
+def suggested(suggestions: Suggestions, model: str) -> Suggested:
     """The record of what ``suggest`` returned for a model, which is not empty."""
-    first, entries = suggestions[0], tuple(each.entry() for each in suggestions)
-    machine = first.links
-    candidates: Sequence[CandidateEntry] = getattr(suggestions, "candidates", ()) or [
-        CandidateEntry(each.mesh, each.zero, each.remat, each.precision, each.pipeline, each.seconds.step, each.memory.peak)
-        for each in entries
-    ]
+    first, machine = suggestions[0], suggestions[0].links
+    entry = MachineEntry(machine.links, machine.device, machine.node or None, machine.between)
     return Suggested(
-        model, first.mesh.size, first.memory_limit,
-        MachineEntry(machine.links, machine.device, machine.node or None, machine.between),
-        getattr(suggestions, "bound", 0.0), getattr(suggestions, "compiled", len(entries)), entries, tuple(candidates),
+        model, first.mesh.size, first.memory_limit, entry, suggestions.bound, suggestions.compiled,
+        tuple(each.entry() for each in suggestions), suggestions.candidates,
     )  # fmt: skip
 
 
-def candidate(
-    mesh: Mesh, zero: Zero | None, remat: Remat | None, precision: Precision | None, pipeline: Pipeline | None,
-    seconds: float, peak: float,
-) -> CandidateEntry:  # fmt: skip
-    """The record of a plan that was priced."""
-    return CandidateEntry(mesh.sizes, *_options(zero, remat, precision, pipeline), seconds, round(peak))
-
-
-def _options(
-    zero: Zero | None, remat: Remat | None, precision: Precision | None, pipeline: Pipeline | None
-) -> tuple[ZeroEntry | None, str | None, str | None, PipelineEntry | None]:
-    return (
-        None if zero is None else ZeroEntry(zero.axis, zero.stage),
-        None if remat is None else python_text(remat),
-        None if precision is None else python_text(precision),
-        None
-        if pipeline is None
-        else PipelineEntry(pipeline.axis, pipeline.microbatches, pipeline.schedule, pipeline.balance),
-    )
-
-
-def python_text(option: Any) -> str:
-    """An option as Python code, without the fields that have their defaults."""
-    default_of = {each.name: each.default for each in _fields(option)}
-    values = {name: getattr(option, name) for name in default_of}
-    changed = [f"{name}={value!r}" for name, value in values.items() if value != default_of[name]]
-    return f"{type(option).__name__}({', '.join(changed)})"
-
-
-def _fields(option: Any) -> Any:
-    from dataclasses import fields
-
-    return fields(option)
+def python_text(option: Zero | Remat | Precision | Pipeline) -> str:
+    """An option as Python code; fields that have their defaults are left out, but for those that are always said."""
+    said = {"axis", "stage", "microbatches", "schedule"}
+    values = {each.name: getattr(option, each.name) for each in fields(option)}
+    defaults = {each.name: each.default for each in fields(option) if each.name not in said}
+    values = {name: value for name, value in values.items() if value != {} and value != defaults.get(name, ...)}
+    return f"{type(option).__name__}({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
 
 def _qualified(spec: P) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from shardc.language.machine import Machine
 from shardc.language.partition import P
 from shardc.options import Pipeline, Precision, Remat
-from shardc.search.plan import Axis
+from shardc.search.plan import Axis, Plan
 
 Objective = Literal["time", "memory"]
 
@@ -46,13 +46,26 @@ class Task:
     def allows(self, axes: Iterable[Axis]) -> bool:
         """Whether axes have the sizes that are fixed."""
         sizes = {axis.name: axis.size for axis in axes}
-        return all(sizes.get(name, 1) in allowed for name, allowed in self.sizes.items())
+        return all(sizes.get(name, 1) in allowed for name, allowed in self.sizes.items() if name != "pp")
+
+    @property
+    def given_axes(self) -> tuple[str, ...]:
+        """The axes that the user's annotations name."""
+        return tuple(dict.fromkeys(axis for spec in self.given.values() for axis in spec.axes))
+
+    def permits(self, plan: Plan) -> bool:
+        """Whether a plan has options that are allowed, and stages where they are fixed."""
+        stage, num_stages = plan.zero.stage if plan.zero else 0, self.sizes.get("pp", (plan.num_stages,))
+        is_one = plan.remat is not None and plan.remat.budget is not None and len(self.remats) > 1
+        has_options = (
+            stage in self.stages and (is_one or plan.remat in self.remats) and plan.precision in self.precisions
+        )
+        return has_options and plan.num_stages in num_stages
+
+    def of_stage(self, devices: int) -> Task:
+        """The task for the devices of one stage of a pipeline."""
+        return replace(self, devices=devices, sizes={name: each for name, each in self.sizes.items() if name != "pp"})
 
     def figure(self, seconds: float, peak: float) -> float:
         """What is to be small."""
         return seconds if self.objective == "time" else peak
-
-
-def sizes_of(value: Any) -> tuple[int, ...]:
-    """The sizes that ``fix`` allows an axis: a number or several."""
-    return tuple(value) if isinstance(value, (list, tuple)) else (value,)

@@ -1,4 +1,4 @@
-"""Pages that need no network: styles and scripts from a folder are put into one file, which its policy names by hash."""
+"""Pages that need no network: styles and scripts from a folder, in one file, whose policy names them by hash."""
 
 from __future__ import annotations
 

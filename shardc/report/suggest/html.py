@@ -91,13 +91,14 @@ def _plan(number: int, plan: SuggestionEntry, limit: int | None) -> str:
     times = [(name, getattr(plan.seconds, name)) for name in ("computing", "exposed", "bubble")]
     classes = [(name, float(getattr(plan.memory, name))) for name in MEMORY]
     step = f"{seconds_text(plan.seconds.step)} a step: {_parts_text(times, seconds_text)}"
-    peak = f"{bytes_text(plan.memory.peak)} at the peak ({_of_limit(plan, limit)})"
+    of_peak = _parts_text(classes, bytes_of_class)
+    peak = f"{bytes_text(plan.memory.peak)} at the peak ({_of_limit(plan, limit)}): {of_peak}"
     sent = f"{bytes_text(plan.wire_bytes)} sent in {plan.collectives} collectives; {_text(links)}"
     return (
         f'<article class="card plan" id="plan-{number}">'
         f'<h3><span class="number">{number}</span>{_text(mesh_text(plan))}{options}</h3>'
         f'<p class="hint">{step}</p>{_bar("time", times, "time of a step")}'
-        f'<p class="hint">{peak}: {_parts_text(classes, bytes_of_class)}</p>{_bar("memory", classes, "memory by class")}'
+        f'<p class="hint">{peak}</p>{_bar("memory", classes, "memory by class")}'
         f'<p class="hint">{sent}</p>'
         f"<pre>{_text(plan.python)}</pre><ul class='reasons'>{reasons}</ul></article>"
     )

@@ -8,7 +8,7 @@ from html import escape
 from math import ceil, floor, log10
 
 from shardc.language.text import bytes_text, printable, seconds_text
-from shardc.report.suggest.records import CandidateEntry, PlanEntry, Suggested, mesh_text, options_text
+from shardc.report.suggest.records import Candidate, Suggested, SuggestionEntry, mesh_text, options_text
 
 WIDTH, HEIGHT = 980, 420
 LEFT, RIGHT, TOP, BOTTOM = 84, 24, 18, 46  # margins
@@ -51,9 +51,9 @@ def scale(values: Iterable[float], start: float, end: float) -> Scale:
     return Scale(low / room, high * room, start, end)
 
 
-def frontier(candidates: Iterable[CandidateEntry]) -> list[CandidateEntry]:
+def frontier(candidates: Iterable[Candidate]) -> list[Candidate]:
     """The plans for which no other is both faster and smaller, the fastest first."""
-    found: list[CandidateEntry] = []
+    found: list[Candidate] = []
     for each in sorted(candidates, key=lambda each: (each.seconds, each.peak)):
         if not found or each.peak < found[-1].peak:
             found.append(each)
@@ -75,7 +75,7 @@ def picture(suggested: Suggested) -> str:
         *(_dot(each, x, y, limit) for each in candidates),
         _line(frontier(candidates), x, y),
         *(_limit(limit, y) if limit is not None and is_near else ()),
-        *(_number(i, each, each.seconds.step, each.memory.peak, x, y) for i, each in reversed([*enumerate(plans, 1)])),
+        *(_number(i, each, x, y) for i, each in reversed([*enumerate(plans, 1)])),
     ]
     label = f"{len(candidates)} plans: peak memory against the time of a step"
     return (
@@ -106,14 +106,14 @@ def _rounded(value: float, text: Callable[[float], str]) -> str:
     return text(round(value))
 
 
-def _dot(candidate: CandidateEntry, x: Scale, y: Scale, limit: int | None) -> str:
+def _dot(candidate: Candidate, x: Scale, y: Scale, limit: int | None) -> str:
     excess = "" if limit is None or candidate.peak <= limit else " excess"
-    title = _title(candidate, candidate.seconds, candidate.peak)
+    title = _title(candidate.text, candidate.seconds, candidate.peak)
     place = f'cx="{x.at(candidate.seconds)}" cy="{y.at(candidate.peak)}"'
     return f'<circle class="candidate{excess}" {place} r="4">{title}</circle>'
 
 
-def _line(plans: Sequence[CandidateEntry], x: Scale, y: Scale) -> str:
+def _line(plans: Sequence[Candidate], x: Scale, y: Scale) -> str:
     """The frontier as steps: from each plan right to the time of the next one, and down to its peak."""
     if not plans:
         return ""
@@ -130,15 +130,16 @@ def _limit(limit: int, y: Scale) -> Iterable[str]:
     yield f'<text class="limit-name" x="{WIDTH - RIGHT}" y="{height - 5}" text-anchor="end">{words}</text>'
 
 
-def _number(number: int, plan: PlanEntry, seconds: float, peak: int, x: Scale, y: Scale) -> str:
-    left, top = x.at(seconds), y.at(peak)
+def _number(number: int, plan: SuggestionEntry, x: Scale, y: Scale) -> str:
+    left, top = x.at(plan.seconds.step), y.at(plan.memory.peak)
+    words = ", ".join(filter(None, (mesh_text(plan), options_text(plan))))
     return (
         f'<a class="suggestion" href="#plan-{number}"><circle cx="{left}" cy="{top}" r="9"/>'
-        f'<text x="{left}" y="{top + 4}" text-anchor="middle">{number}</text>{_title(plan, seconds, peak)}</a>'
+        f'<text x="{left}" y="{top + 4}" text-anchor="middle">{number}</text>'
+        f"{_title(words, plan.seconds.step, plan.memory.peak)}</a>"
     )
 
 
-def _title(plan: PlanEntry, seconds: float, peak: int) -> str:
+def _title(words: str, seconds: float, peak: int) -> str:
     """What a pointer shows: mesh, options, time and memory."""
-    words = ", ".join(filter(None, (mesh_text(plan), options_text(plan))))
     return f"<title>{escape(printable(f'{words}: {seconds_text(seconds)} a step, {bytes_text(peak)} a rank'))}</title>"

@@ -44,10 +44,13 @@ class TimeParts:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanEntry:
-    """A mesh and options.
+class SuggestionEntry:
+    """A plan that was compiled whole, with its cost.
 
-    ``mesh``: the axes with their sizes. ``remat``, ``precision``: as Python.
+    ``mesh``: the axes with their sizes. ``links``: by axis. ``annotations``, ``remat``, ``precision``: as Python.
+    ``excess``: the bytes by which the plan does not fit in memory. ``wire_bytes``, ``flops``: of one rank.
+    ``collectives``: how many a rank starts in a step. ``reasons``: a sentence for each choice. ``python``: code that
+    can be pasted.
     """
 
     mesh: Mapping[str, Size]
@@ -55,17 +58,6 @@ class PlanEntry:
     remat: str | None
     precision: str | None
     pipeline: PipelineEntry | None
-
-
-@dataclass(frozen=True, slots=True)
-class SuggestionEntry(PlanEntry):
-    """A plan that was compiled whole, with its cost.
-
-    ``links``: by axis. ``annotations``: the P of each pattern, as Python. ``excess``: the bytes by which the plan does
-    not fit in memory. ``wire_bytes``, ``flops``: of one rank. ``collectives``: how many a rank starts in a step.
-    ``reasons``: a sentence for each choice. ``python``: code that can be pasted.
-    """
-
     links: Mapping[str, str]
     annotations: Mapping[str, str]
     seconds: TimeParts
@@ -79,12 +71,13 @@ class SuggestionEntry(PlanEntry):
 
 
 @dataclass(frozen=True, slots=True)
-class CandidateEntry(PlanEntry):
+class Candidate:
     """A plan that the search priced.
 
-    ``seconds``: of a step. ``peak``: bytes of a rank.
+    ``text``: its mesh and options. ``seconds``: of a step. ``peak``: bytes of a rank.
     """
 
+    text: str
     seconds: Amount
     peak: Count
 
@@ -106,15 +99,15 @@ class Suggested:
     bound: Amount
     compiled: Count
     suggestions: tuple[SuggestionEntry, ...]
-    candidates: tuple[CandidateEntry, ...]
+    candidates: tuple[Candidate, ...]
 
 
-def mesh_text(plan: PlanEntry) -> str:
+def mesh_text(plan: SuggestionEntry) -> str:
     """``dp=2, tp=8``."""
     return ", ".join(f"{name}={size}" for name, size in plan.mesh.items())
 
 
-def options_text(plan: PlanEntry) -> str:
+def options_text(plan: SuggestionEntry) -> str:
     """The options of a plan in a few words; empty where it has none."""
     found = [f"ZeRO {plan.zero.stage} over {plan.zero.axis}"] if plan.zero else []
     if plan.pipeline is not None:

@@ -14,20 +14,23 @@ HEADER = ("rank", "mesh", "options", "step", "computing", "exposed", "bubble", "
 
 def suggested_text(suggested: Suggested) -> str:
     """The text form of what was found."""
-    rows = [_row(number, each, suggested.memory) for number, each in enumerate(suggested.suggestions, 1)]
-    first = suggested.suggestions[0]
+    plans = suggested.suggestions
+    has_bubbles = any(each.seconds.bubble for each in plans)
+    rows = [_row(number, each, suggested.memory, has_bubbles) for number, each in enumerate(plans, 1)]
+    first = plans[0]
     python = textwrap.indent(printable(first.python, keep="\n"), "    ")
     reasons = "".join(f"{_wrapped(printable(reason))}\n" for reason in first.reasons)
     facts = "".join(f"{_wrapped(each)}\n" for each in facts_of(suggested))
     return f"{table(HEADER, rows)}\n{facts}\nthe first in Python\n\n{python}\nwhy\n\n{reasons}"
 
 
-def _row(number: int, plan: SuggestionEntry, limit: int | None) -> tuple[object, ...]:
+def _row(number: int, plan: SuggestionEntry, limit: int | None, has_bubbles: bool) -> tuple[object, ...]:
     of_limit = "" if limit is None else f"{plan.memory.peak / limit:.0%}"
-    times = (plan.seconds.step, plan.seconds.computing, plan.seconds.exposed, plan.seconds.bubble)
+    times = (plan.seconds.step, plan.seconds.computing, plan.seconds.exposed)
+    bubble = seconds_text(plan.seconds.bubble) if has_bubbles else ""
     excess = f"{of_limit}, {bytes_text(plan.excess)} too much"
     return (
-        number, mesh_text(plan), options_text(plan), *map(seconds_text, times), bytes_text(plan.memory.peak),
+        number, mesh_text(plan), options_text(plan), *map(seconds_text, times), bubble, bytes_text(plan.memory.peak),
         excess if plan.excess else of_limit, bytes_text(plan.wire_bytes),
     )  # fmt: skip
 
@@ -39,9 +42,12 @@ def facts_of(suggested: Suggested) -> Iterator[str]:
     yield f"On {machine_text(suggested)}, {limit}; {suggested.compiled} programs were compiled."
     if first.excess and suggested.memory is not None:
         yield f"No plan fits: the nearest needs {bytes_text(first.excess)} ({first.excess} bytes) more than a rank has."
-    if suggested.bound and not first.excess:
+    if suggested.bound:
         gap = first.seconds.step / suggested.bound - 1
-        yield f"No plan of the search takes less than {seconds_text(suggested.bound)}: the first is within {gap:.1%}."
+        yield (
+            f"No plan of the search can take less than {seconds_text(suggested.bound)}, all computing evenly on all "
+            f"ranks; the first takes {gap:.1%} longer."
+        )
 
 
 def _wrapped(text: str) -> str:
