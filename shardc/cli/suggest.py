@@ -11,7 +11,7 @@ from typing import Any
 
 from shardc.cli import CHECK_FAILED, GOOD
 from shardc.cli.arguments import DTYPES, add_command, add_output_options, add_search_options
-from shardc.cli.compile import annotations_of, load, write
+from shardc.cli.compile import annotations_of, check_output, load, write
 from shardc.language.cluster import cluster
 from shardc.language.errors import UsageError
 from shardc.language.machine import Machine
@@ -38,6 +38,7 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Search, and write the best plans. CHECK_FAILED where none fits in memory; Ctrl-C writes the best so far."""
+    check_output(options.output)
     machine = _machine(options)
     found = _suggested(options, machine)
     write(FORMS[options.format](found), options.output)
