@@ -351,7 +351,7 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
         [*SUGGEST, "--device", "h20"], 2,
         "shardc: device: 'h20'\n"
         "  there is no such device\n"
-        "  did you mean h200 or h100?",
+        "  did you mean h200 or h100 or b200?",
     ),
     "nodes that do not divide the devices": (
         [*SUGGEST, "--links", "nvlink,ib", "--nodes", "3"], 2,

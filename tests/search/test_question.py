@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from shardc import OptionError
 from shardc.language.cluster import cluster
+from shardc.language.errors import OptionError
 from shardc.language.machine import DEFAULT_DEVICE, DEFAULT_LINK, DEVICES, LINKS, Device, Link, Machine, load
 from shardc.search.question import question
 from shardc.search.task import Task
