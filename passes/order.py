@@ -18,8 +18,13 @@ README.md beside this file tells the same story with examples.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
 
+import torch
+from torch import fx
+
+from shardc.language.errors import REPORT, CaptureError, FourPartError, InternalError
 from shardc.program.program import Program
 
 from .canonicalize.canonicalize import canonicalize
@@ -38,7 +43,6 @@ from .reshard.accumulate import accumulate
 from .reshard.insert_reshards import insert_reshards
 from .reshard.lower_reshards import lower_reshards
 from .reshard.store import store
-from .run_pass import run_pass
 from .verify import verify
 
 Pass = Callable[[Program], Program]
@@ -72,6 +76,8 @@ PASSES: tuple[Pass, ...] = (
 UNANNOTATED: Pass = keep_dims  # up to here no pass reads an annotation, but for those of outputs and modules
 PROPAGATED: Pass = propagate  # every value has a sharding
 SETTLED: Pass = fuse_collectives  # later passes join, move and repeat collectives, but reduce and gather nothing new
+WHOLE, LOCAL = PASSES[-2:]  # the last program in global shapes, and the one that ranks run
+KEPT = (UNANNOTATED, WHOLE, LOCAL)  # passes whose programs a compiled model keeps
 
 Watcher = Callable[[str, Program, float], None]
 
@@ -89,8 +95,64 @@ def run_passes(
     """
     for run in PASSES[0 if after is None else PASSES.index(after) + 1 : PASSES.index(until) + 1]:
         start = time.perf_counter()
-        before, program = program, run_pass(run, program)
-        if program is not before:
-            verify(program)
+        with torch._C.DisableTorchFunction():  # modes of the caller, as a default device is one, are for models
+            after_run = run_pass(run, program)
+            if after_run is not program:
+                verify(after_run)
+        program = after_run
         watch(run.__name__, program, time.perf_counter() - start)
     return program
+
+
+def run_pass(run: Callable[[Program], Program], program: Program) -> Program:
+    """The program after a pass. Raises an InternalError for any other error than one about the user's input."""
+    try:
+        return run(program)
+    except (FourPartError, CaptureError):
+        raise
+    except Exception as error:
+        node = _op_at(error.__traceback__)
+        what = "in no op that is known" if node is None else f"at {node.target}, {program.source(node).place}"
+        problem = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise InternalError(f"pass {run.__name__}", what, problem, REPORT) from error
+
+
+def _op_at(traceback: TracebackType | None) -> fx.Node | None:
+    """The op that the innermost function of a traceback had in hand, in a variable ``node``."""
+    found: fx.Node | None = None
+    while traceback is not None:
+        node = traceback.tb_frame.f_locals.get("node")
+        found = node if isinstance(node, fx.Node) and node.op == "call_function" else found
+        traceback = traceback.tb_next
+    return found
+
+
+CAPTURE = "capture"  # the name of the program before the first pass
+
+
+class Snapshots(Mapping[str, Program]):
+    """The program after capture and after each pass, by name.
+
+    Most are looked at rarely: one that was not kept is made again when it is asked for, by the passes after the nearest
+    one before it that was.
+    """
+
+    def __init__(self, kept: Mapping[str, Program]) -> None:
+        self._programs = dict(kept)
+
+    def __getitem__(self, name: str) -> Program:
+        if name not in self._programs:
+            names = list(self)
+            until = names.index(name)
+            last = max(i for i in range(until) if names[i] in self._programs)
+            run_passes(self._programs[names[last]], self._keep, PASSES[last - 1] if last else None, PASSES[until - 1])
+        return self._programs[name]
+
+    def _keep(self, name: str, program: Program, seconds: float) -> None:
+        self._programs.setdefault(name, program)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((CAPTURE, *(each.__name__ for each in PASSES)))
+
+    def __len__(self) -> int:
+        return 1 + len(PASSES)

@@ -11,13 +11,13 @@ from torch import fx
 
 from shardc.language.cut import dims_sharding, extends, factor_cuts, has_same_shards
 from shardc.language.mesh import MICROBATCH, AxisPart
-from shardc.language.rule import Dims, Rule
+from shardc.language.rule import Rule
 from shardc.language.sharding import WHOLE, DimSharding, ReduceOp, Sharding, TensorType
 from shardc.language.words import LEVELS, Level
 from shardc.program.collective import EXCHANGES, reshard, steps_sharding
 from shardc.program.communication import members
 from shardc.program.node import is_annotation, is_getitem
-from shardc.program.program import Program, Value, ends_of
+from shardc.program.program import Check, Program, ends_of
 
 from .canonicalize.keep_dims import SPECS
 
@@ -25,47 +25,56 @@ from .canonicalize.keep_dims import SPECS
 def verify(program: Program) -> None:
     """Check every invariant of the program's level, and those of the levels before that still hold."""
     program.graph.lint()
-    for level, check in CHECKS.items():
-        if LEVELS.index(level) <= LEVELS.index(program.level):
+    level = LEVELS.index(program.level)
+    of_nodes = NODE_CHECKS[program.level]
+    _check_ends(program)
+    if of_nodes is not CAPTURED:
+        _check_products(program)
+    for node in program.graph.nodes:
+        if node.op != "output":
+            program.check_once(node, of_nodes)
+    for of_level, check in CHECKS.items():
+        if LEVELS.index(of_level) <= level:
             check(program)
 
 
-def _check_captured(program: Program) -> None:
-    """Inputs and results are described, values have types, and ops are pure."""
+def _check_ends(program: Program) -> None:
+    """Inputs and results are described."""
     num, num_described = len(program.placeholders), len(program.inputs)
     assert num == num_described, f"{num} placeholders, {num_described} inputs are described"
     num, num_described = len(program.results), len(program.outputs)
     assert num == num_described, f"{num} results, {num_described} outputs are described"
-    for node in program.graph.nodes:
-        if node.op == "output":
-            continue
-        assert node.op in ("placeholder", "call_function"), f"{node.op} {node}"
-        assert any(program.types(node)) or program.has_many(node), f"{node} has no type"
-        schema = getattr(node.target, "_schema", None)
-        assert schema is None or not schema.is_mutable, f"{node} = {node.target} changes its operand"
 
 
-def _check_annotated(program: Program) -> None:
-    """Contractions are dots, values have shardings, and pins hold."""
-    for node in program.calls:
-        assert node.target not in SPECS, f"{node} = {node.target} should be a dot"
-    for node in program.graph.nodes:
-        if node.op == "output" or is_getitem(node):
-            continue
-        types, shardings = program.types(node), program.shardings(node)
-        assert len(shardings) == len(types), f"{node} has no sharding"
-        for type_, sharding in zip(types, shardings, strict=True):
-            assert (type_ is None) == (sharding is None), f"{node}: {type_} with {sharding}"
-            if type_ is not None and sharding is not None:
-                assert len(sharding.dims) == len(type_.shape), f"{node}: {sharding} on {type_}"
-    _check_pins(program)
+def _check_products(program: Program) -> None:
+    """Contractions are dots."""
+    for target in SPECS:
+        for node in program.graph.find_nodes(op="call_function", target=target):
+            raise AssertionError(f"{node} = {target} should be a dot")
 
 
-def _check_agreed(program: Program) -> None:
-    """Ops agree with their rules, no result is partial, and a gradient or new buffer is cut as its owner."""
-    for node in program.calls if program.level != "localized" else ():
-        if node.target is not reshard and not members(node):
-            program.check_once(node, _op_agrees)
+def _is_typed_and_pure(program: Program, node: fx.Node) -> None:
+    """A node has types, and its op is pure."""
+    assert node.op in ("placeholder", "call_function"), f"{node.op} {node}"
+    assert any(program.types(node)) or program.has_many(node), f"{node} has no type"
+    schema = getattr(node.target, "_schema", None)
+    assert schema is None or not schema.is_mutable, f"{node} = {node.target} changes its operand"
+
+
+def _is_annotated(program: Program, node: fx.Node) -> None:
+    """A value has a sharding."""
+    if is_getitem(node):
+        return
+    types, shardings = program.types(node), program.shardings(node)
+    assert len(shardings) == len(types), f"{node} has no sharding"
+    for type_, sharding in zip(types, shardings, strict=True):
+        assert (type_ is None) == (sharding is None), f"{node}: {type_} with {sharding}"
+        if type_ is not None and sharding is not None:
+            assert len(sharding.dims) == len(type_.shape), f"{node}: {sharding} on {type_}"
+
+
+def _check_results(program: Program) -> None:
+    """No result is partial, and a gradient or new buffer is cut as its owner."""
     for output, result in zip(program.outputs, program.results, strict=True):
         assert result is None or not program.sharding(result).partial, f"output {output.name} is a partial sum"
     kinds = {node: kind for (kind, _), node in program.named_inputs.items()}
@@ -91,19 +100,36 @@ def _check_lowered(program: Program) -> None:
 
 
 def _op_agrees(program: Program, node: fx.Node) -> None:
+    """An op agrees with its rule."""
+    if node.op == "placeholder" or is_getitem(node) or node.target is reshard or members(node):
+        return
+    values = program.operand_values(node)
+    operands = tuple([None if value is None else program.shardings(value[0])[value[1]] for value in values])
+    results = program.shardings(node)
     if is_annotation(node):
-        (value,) = program.operand_values(node)
-        assert value and _sharding(program, value) == program.sharding(node), f"{node}: {program.sharding(node)}"
+        assert operands == results, f"{node}: {results[0]}"
         return
     rule = program.rule(node)
-    for value, dims in zip(program.operand_values(node), rule.operands, strict=True):
-        is_same = value is None or dims is not None or _sharding(program, value).is_replicated
-        assert is_same, f"{node}: {value and value[0]} must be whole on every rank"
+    if (_op_agrees, operands, results) not in rule.known:
+        _check_rule(program, node, rule, operands, results)
+        rule.known[_op_agrees, operands, results] = True
+
+
+Shardings = tuple[Sharding | None, ...]
+Open = set[tuple[AxisPart, ReduceOp]]
+
+
+def _check_rule(program: Program, node: fx.Node, rule: Rule, operands: Shardings, results: Shardings) -> None:
+    """Each factor is cut alike on all tensors and may be cut so, and open is what cuts and operands leave open."""
+    values = (*program.operand_values(node), *((node, i) for i in range(len(results))))
     cuts: dict[str, DimSharding] = {}
-    operands = zip(program.operand_values(node), rule.operands, strict=True)
-    results: Tensors = [((node, i), dims) for i, dims in enumerate(rule.results) if dims is not None]
-    for value, dims in [*((value, dims) for value, dims in operands if value and dims is not None), *results]:
-        sharding, shape = _sharding(program, value), program.value_type(value).shape
+    for value, dims, sharding in zip(values, rule.operands + rule.results, operands + results, strict=True):
+        if value is None or sharding is None:
+            continue
+        if dims is None:
+            assert value[0] is node or sharding.is_replicated, f"{node}: {value[0]} must be whole on every rank"
+            continue
+        shape = program.value_type(value).shape
         found = factor_cuts(dims, sharding.dims, shape, rule.sizes)
         assert dims_sharding(dims, found, rule.sizes) == sharding.dims, f"{node}: {sharding} of {shape} on {dims}"
         for factor in (factor for factors in dims for factor in factors):
@@ -111,31 +137,18 @@ def _op_agrees(program: Program, node: fx.Node) -> None:
             assert cut == found.get(factor, WHOLE), f"{node}: factor {factor} is cut otherwise in {value[0]} {sharding}"
             is_one = rule.sizes[factor] == 1 and factor not in rule.whole
             assert cut == WHOLE or is_one or rule.may_cut(factor, cut), f"{node}: factor {factor} must be whole"
-    passing = _passing(program, node, rule)
-    for value, _ in results:
-        partial = [factor for factor in cuts if rule.is_partial(factor, value[1])]
-        unsummed = {(part, rule.reduce) for factor in partial for part in cuts[factor].all_axes}
-        partial_axes, expected = set(_sharding(program, value).partial), unsummed | passing
-        assert partial_axes == expected, f"{node}: open is {_open_text(partial_axes)}, not {_open_text(expected)}"
+    passing = _passing(node, rule, operands)
+    for i, sharding in enumerate(results):
+        if sharding is not None and rule.results[i] is not None:
+            partial = [factor for factor in cuts if rule.is_partial(factor, i)]
+            expected = passing | {(part, rule.reduce) for factor in partial for part in cuts[factor].all_axes}
+            found_open = set(sharding.partial)
+            assert found_open == expected, f"{node}: open is {_open_text(found_open)}, not {_open_text(expected)}"
 
 
-Tensors = list[tuple[Value, Dims]]
-Open = set[tuple[AxisPart, ReduceOp]]
-
-
-def _sharding(program: Program, value: Value) -> Sharding:
-    sharding = program.shardings(value[0])[value[1]]
-    assert sharding is not None, value
-    return sharding
-
-
-def _passing(program: Program, node: fx.Node, rule: Rule) -> Open:
+def _passing(node: fx.Node, rule: Rule, operands: Shardings) -> Open:
     """What is open in operands: sums, in one group that the op is linear in, alike, or nothing."""
-    partials = {
-        i: _sharding(program, value).partial
-        for i, value in enumerate(program.operand_values(node))
-        if value is not None and _sharding(program, value).partial
-    }
+    partials = {i: sharding.partial for i, sharding in enumerate(operands) if sharding is not None and sharding.partial}
     if not partials:
         return set()
     assert frozenset(partials) in rule.linear, f"{node}: operands {sorted(partials)} are partial"
@@ -194,9 +207,15 @@ def _check_localized(program: Program) -> None:
 
 
 CHECKS: dict[Level, Callable[[Program], None]] = {
-    "captured": _check_captured,
-    "annotated": _check_annotated,
-    "agreed": _check_agreed,
+    "annotated": _check_pins,
+    "agreed": _check_results,
     "lowered": _check_lowered,
     "localized": _check_localized,
 }
+CAPTURED: tuple[Check, ...] = (_is_typed_and_pure,)
+ANNOTATED = (*CAPTURED, _is_annotated)
+AGREED = (*ANNOTATED, _op_agrees)
+NODE_CHECKS: dict[Level, tuple[Check, ...]] = {
+    "captured": CAPTURED, "canonical": CAPTURED, "annotated": ANNOTATED,
+    "agreed": AGREED, "lowered": AGREED, "localized": ANNOTATED,  # as rules are of global types
+}  # fmt: skip

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from shardc import compiler
 from shardc.capture.annotations import Match, Spec, annotated_parameters, check_annotations
 from shardc.capture.call import input_values, state_of
-from shardc.capture.capture import Captured
 from shardc.compiler import Request
 from shardc.language.errors import OptionError, did_you_mean, raise_all
 from shardc.language.machine import Links, machine_of
@@ -86,14 +85,14 @@ class Compiled(compiler.Compiled):
     def recompile(self, **changes: Any) -> Compiled:
         """Compile the model again with other arguments of ``shardc.compile``; this program stays as it is.
 
-        Arguments that are not named stay as they are. The model is captured again, which is half of a compile, for
+        Arguments that are not named stay as they are. The model is captured again, which is most of a compile, for
         other ``args``, ``kwargs``, ``train``, ``differentiable``, ``precision`` or annotations of modules' outputs, and
         where it has changed itself.
 
         Raises an OptionError for an argument that ``compile`` does not have, else what ``compile`` raises.
         """
         assert self.request is not None, "compiled by hand"
-        known = None if {"args", "kwargs"} & changes.keys() else self.captured
+        known = None if {"args", "kwargs"} & changes.keys() else self
         return _compiled(self.model, _changed(self.request, changes), known)
 
     def dump(self, format: str = "text", only: str = "") -> str:
@@ -215,8 +214,8 @@ def compile(
 _compile = compile  # under a name that ``parallelize`` has no argument of
 
 
-def _compiled(model: nn.Module, request: Request, known: Captured | None = None) -> Compiled:
-    """The model compiled as requested; ``known``: a capture of it, to keep if it can be kept."""
+def _compiled(model: nn.Module, request: Request, known: compiler.Compiled | None = None) -> Compiled:
+    """The model compiled as requested; ``known``: as it was compiled before, to keep of it what stays the same."""
     request.options.check(request.mesh)
     check_model(model)
     check_call(request.args, request.kwargs, request.train, request.differentiable, request.strict)

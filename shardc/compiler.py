@@ -17,8 +17,22 @@ from shardc.costs.stage_schedule import schedule_of
 from shardc.costs.step_time import slow_link_note
 from shardc.language.errors import CaptureError, OptionError, did_you_mean, raise_all
 from shardc.language.mesh import Mesh
+from shardc.language.rule import OpRule
+from shardc.ops import op_rule
 from shardc.options import Options
-from shardc.passes.order import PROPAGATED, UNANNOTATED, Pass, run_passes
+from shardc.passes.order import (
+    CAPTURE,
+    KEPT,
+    LOCAL,
+    PASSES,
+    PROPAGATED,
+    SETTLED,
+    UNANNOTATED,
+    WHOLE,
+    Pass,
+    Snapshots,
+    run_passes,
+)
 from shardc.passes.propagate.idle_annotations import idle_annotations
 from shardc.program.idle_axes import idle_axis_notes
 from shardc.program.program import Pin, Program
@@ -51,7 +65,8 @@ class Compiled:
 
     ``program``: the last one, in the shapes of one rank. ``after``: the program after capture and after each pass, by
     name. ``seconds``: how long each of them took. ``request``: what was asked, with example inputs on meta.
-    ``captured``: the model as it was captured, which no pass touches but to bind rules.
+    ``captured``: the model as it was captured, which no pass touches but to bind rules. ``rules``: the entries that the
+    table had for its ops, None for one without a rule.
     """
 
     model: nn.Module
@@ -61,6 +76,7 @@ class Compiled:
     seconds: Mapping[str, float] = field(default_factory=dict)
     request: Request | None = field(default=None, repr=False)
     captured: Captured | None = field(default=None, repr=False)
+    rules: Mapping[Any, OpRule | None] = field(default_factory=dict, repr=False)
 
     @property
     def mesh(self) -> Mesh:
@@ -87,20 +103,26 @@ class Compiled:
     @property
     def whole(self) -> Program:
         """The last program in global shapes: it has every collective, and is what dump and explain speak of."""
-        return [program for program in self.after.values() if program.level != "localized"][-1]
+        return self.at(WHOLE)
 
 
-def compile_request(model: nn.Module, request: Request, known: Captured | None = None) -> Compiled:
+def compile_request(model: nn.Module, request: Request, known: Compiled | None = None) -> Compiled:
     """Capture a model, pin what is annotated, and run the passes.
 
-    ``known``: a capture of the model, which is kept if the request would give the same.
+    ``known``: the model as it was compiled before. Its capture is kept if the request would give the same, and so is
+    what the passes made of it that read no annotation.
 
     Raises a ShardingError for what the user did wrong, a CaptureError for a model that cannot be captured.
     """
-    after, seconds = dict[str, Program](), dict[str, float]()
+    kept, seconds = dict[str, Program](), dict[str, float]()
+    to_keep = {each.__name__ for each in ((*KEPT, SETTLED) if request.strict else KEPT)}
 
     def watch(name: str, program: Program, took: float) -> None:
-        after[name], seconds[name] = program, took
+        seconds[name] = took
+        if name in to_keep:
+            kept[name] = program
+        if name == PROPAGATED.__name__:
+            unused.extend(map(idle_error, idle_annotations(kept[UNANNOTATED.__name__], program)))
 
     start = time.perf_counter()
     matched = match_annotations(model, request)
@@ -109,20 +131,39 @@ def compile_request(model: nn.Module, request: Request, known: Captured | None =
     unused = list(unused_annotations(captured.program, matched, pins))
     if request.strict:
         raise_all(unused)
-    watch("capture", first_program(captured.program, request, pins), time.perf_counter() - start)
-    with torch._C.DisableTorchFunction():  # modes of the caller, as a default device is one, are for the model's code
-        local = run_passes(after["capture"], watch)
-    unused += map(idle_error, idle_annotations(after[UNANNOTATED.__name__], after[PROPAGATED.__name__]))
-    request = replace(request, **_on_meta(request))
-    compiled = Compiled(model, local, captured.convention, after, seconds, request, captured)
+    kept[CAPTURE] = first = first_program(captured.program, request, pins)
+    resumed = None if known is None or captured is not known.captured else _unannotated_again(known, first)
+    seconds[CAPTURE] = time.perf_counter() - start
+    if resumed is not None:
+        seconds |= {each.__name__: 0.0 for each in PASSES[: PASSES.index(UNANNOTATED) + 1]}
+        kept[UNANNOTATED.__name__] = resumed
+    local = run_passes(resumed or first, watch, None if resumed is None else UNANNOTATED)
+    rules = _entries(captured.program, kept[UNANNOTATED.__name__])
     if request.options.pipeline:
         schedule_of(local)  # raises for an op that needs the whole batch, and for a schedule that cannot run
-    whole = compiled.whole
+    whole = kept[WHOLE.__name__]
     notes = (*filter(None, [slow_link_note(whole)]), *idle_axis_notes(whole), *map(note_of, unused))
-    for name, program in after.items():
-        if program is whole or program is local:  # those that people look at
-            after[name] = replace(program, notes=(*program.notes, *notes))
-    return replace(compiled, program=next(reversed(after.values())))
+    for name in (WHOLE.__name__, LOCAL.__name__):  # those that people look at
+        kept[name] = replace(kept[name], notes=(*kept[name].notes, *notes))
+    request, after = replace(request, **_on_meta(request)), Snapshots(kept)
+    return Compiled(model, after[LOCAL.__name__], captured.convention, after, seconds, request, captured, rules)
+
+
+def _unannotated_again(known: Compiled, first: Program) -> Program | None:
+    """The known program after the passes that read no annotation, where they would make the same of ``first``.
+
+    Of annotations they read those of outputs alone; to cut the stages of a pipeline they read everything.
+    """
+    before = known.at(CAPTURE)
+    outputs, outputs_before = ([pin for pin in each.pins if pin.kind == "output"] for each in (first, before))
+    if first.options.pipeline or before.options.pipeline or outputs != outputs_before:
+        return None
+    return replace(known.at(UNANNOTATED), mesh=first.mesh, pins=first.pins, options=first.options)
+
+
+def _entries(*programs: Program) -> dict[Any, OpRule | None]:
+    """What the table of rules has for the ops of some programs."""
+    return {target: op_rule(target) for target in {node.target for program in programs for node in program.calls}}
 
 
 def match_annotations(model: nn.Module, request: Request) -> Matched:
@@ -136,17 +177,21 @@ def capture_model(model: nn.Module, request: Request, matched: Matched) -> Captu
     return capture(model, request.args, request.kwargs, **_about_capture(request, matched))
 
 
-def keep_capture(known: Captured, model: nn.Module, request: Request, matched: Matched) -> Captured:
-    """A capture of the model, its rules unbound; another one if request or model differ in what a capture depends on.
+def keep_capture(known: Compiled, model: nn.Module, request: Request, matched: Matched) -> Captured:
+    """The capture of a compiled model; another one if request or model differ in what a capture depends on.
 
-    Raises a CaptureError where that needs values of inputs, which the request of a compiled model has not.
+    Its rules are unbound where the table has other ones by now. Raises a CaptureError where another capture needs
+    values of inputs, which the request of a compiled model has not.
     """
-    if is_same_capture(known, model, request.args, request.kwargs, **_about_capture(request, matched)):
-        return replace(known, program=known.program.unbound())
+    captured = known.captured
+    assert captured is not None, "compiled by hand"
+    if is_same_capture(captured, model, request.args, request.kwargs, **_about_capture(request, matched)):
+        has_same_rules = all(op_rule(target) is entry for target, entry in known.rules.items())
+        return captured if has_same_rules else replace(captured, program=captured.program.unbound())
     try:
         return capture_model(model, request, matched)
     except CaptureError as error:
-        if known.has_guards:
+        if captured.has_guards:
             problem = "the model has to be captured again, by values of its inputs, of which the types alone were kept"
             raise CaptureError(error.who, problem, "say args= and kwargs= too, with values") from error
         raise

@@ -144,7 +144,7 @@ class Pipeline:
     cuts: tuple[str, ...] | None = None
     chunks: int | None = None
     max_memory: int | None = None
-    batch: Mapping[str, int | None] = field(default_factory=dict)
+    batch: Mapping[str, int | None] = field(default_factory=dict, hash=False)
     loss_scale: Any = None
     offload: bool = False
 

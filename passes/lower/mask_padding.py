@@ -34,7 +34,9 @@ ZEROED = ("parameter", "buffer", "input", "tangent")  # what enters a program is
 
 def mask_padding(program: Program) -> Program:
     """The program with masks; the program itself where every cut divides."""
-    if not any(uneven_rows(program, value) for node in program.calls for value in operands(node) if value):
+    read = {value for node in program.calls for value in node.all_input_nodes}
+    pairs = {(program.sharding(node), program.value_type(program.value(node)).shape) for node in read}
+    if all(sharding.is_even(shape) for sharding, shape in pairs):
         return program
     program = program.copy()
     masker = _Masker(program, {node for (kind, _), node in program.named_inputs.items() if kind in ZEROED})

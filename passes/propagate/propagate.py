@@ -253,7 +253,13 @@ class _Side:
 
 
 def _step(op: Op, tensors: Mapping[Value, _Tensor]) -> list[Value]:
-    """Bring the tensors of an op to common cuts; the values that changed."""
+    """Bring the tensors of an op to common cuts; the values that changed.
+
+    Where none can change by the op's rule, that is noted with the rule: like ops have one.
+    """
+    key = _step, tuple([None if value is None else tuple(tensors[value].dims) for value in op.values])
+    if key in op.rule.known:
+        return []
     sides = [
         _Side(tensors[value], dims, factor_cuts(dims, tensors[value].dims, tensors[value].shape, op.rule.sizes))
         for value, dims in zip(op.values, op.dims, strict=True)
@@ -263,7 +269,7 @@ def _step(op: Op, tensors: Mapping[Value, _Tensor]) -> list[Value]:
     for side in sides:
         for factor in side.cuts:
             numel[factor] = max(numel.get(factor, 0), side.tensor.local_numel)
-    changed: list[Value] = []
+    changed, is_settled = list[Value](), True
     for factor in sorted(numel, key=numel.__getitem__, reverse=True):
         cut_sides = [side for side in sides if factor in side.cuts]
         source = max(cut_sides, key=lambda side: len(side.cuts[factor].all_axes))
@@ -272,8 +278,11 @@ def _step(op: Op, tensors: Mapping[Value, _Tensor]) -> list[Value]:
             continue
         for side in sides:
             if not extends(side.cuts.get(factor, WHOLE), cut) and op.rule.has(factor, side.dims):
+                is_settled = False
                 if _extend(op, side, factor, cut, source.tensor.origins):
                     changed.append(side.tensor.value)
+    if is_settled:
+        op.rule.known[key] = True
     return changed
 
 

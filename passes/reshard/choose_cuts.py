@@ -7,7 +7,7 @@ that are linear in it, for as long as it has one reader and nothing makes it lar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -214,7 +214,7 @@ class _Planner:
     def decide(self, node: fx.Node) -> None:
         """Choose how an op is cut, and set the shardings of its results."""
         propagated, shardings = self.arrivals.program.shardings(node), self.arrivals.shardings
-        op = self.ops[node] = self._as_last(node) or self._cheapest(node)
+        op = self.ops[node] = self._as_last(node) or self._undisputed(node) or self._cheapest(node)
         for index, (result, target) in enumerate(zip(op.results, propagated, strict=True)):
             if result is not None:
                 is_reduced = result.partial and (node, index) not in self.carried
@@ -227,6 +227,26 @@ class _Planner:
         before, now = self.last.arrivals.shardings, self.arrivals.shardings
         is_same = all(before[value] == now[value] for value in self.arrivals.program.operand_values(node) if value)
         return self.last.ops[node] if is_same else None
+
+    def _undisputed(self, node: fx.Node) -> OpShardings | None:
+        """The op's shardings where its tensors agree about the cut of each factor, and no sum is open; else None.
+
+        That depends on rule and shardings alone, so it is found once for like ops.
+        """
+        program, shardings = self.arrivals.program, self.arrivals.shardings
+        rule, values, propagated = program.rule(node), program.operand_values(node), program.shardings(node)
+        arriving = tuple([None if value is None else shardings[value] for value in values])
+        stand_ins = self.arrivals.stand_ins
+        if is_annotation(node) or (stand_ins and any((node, value) in stand_ins for value in values if value)):
+            return None
+        key = _Planner._undisputed, arriving, propagated
+        if key not in rule.known:
+            shapes = [value and program.value_type(value).shape for value in values]
+            shapes += [type_ and type_.shape for type_ in program.types(node)]
+            cuts = undisputed_cuts(rule, arriving, propagated, shapes)
+            rule.known[key] = None if cuts is None else self.arrivals.op_shardings(node, cuts)
+        found: OpShardings | None = rule.known[key]
+        return found
 
     def _cheapest(self, node: fx.Node) -> OpShardings:
         program, shardings = self.arrivals.program, self.arrivals.shardings
@@ -316,6 +336,28 @@ def claims_on(program: Program, node: fx.Node, rule: Rule, sharding_of: Callable
             rank = min((origins[part.name].rank for part in cut.all_axes if part.name in origins), default=PARAMETER)
             claims.append(Claim(factor, cut, rank, nbytes, is_of_result))
     return claims
+
+
+def undisputed_cuts(
+    rule: Rule, operands: Shardings, results: Shardings, shapes: Sequence[tuple[int, ...] | None]
+) -> Cuts | None:
+    """The cut of each factor where all tensors that cut it agree, and no other factor wants its axes; else None."""
+    cuts: Cuts = {}
+    for dims, sharding, shape in zip(rule.operands + rule.results, operands + results, shapes, strict=True):
+        if sharding is None or shape is None:
+            continue
+        if sharding.partial:
+            return None
+        found = {} if dims is None else factor_cuts(dims, sharding.dims, shape, rule.sizes)
+        for factor, cut in found.items():
+            if cuts.setdefault(factor, cut) != cut:
+                return None
+    used: list[AxisPart] = []
+    for factor, cut in cuts.items():
+        if not rule.may_cut(factor, cut) or any(part.overlaps(other) for part in cut.all_axes for other in used):
+            return None
+        used += cut.all_axes
+    return cuts
 
 
 def choices(rule: Rule, claims: list[Claim], taken: Axes = ()) -> list[Cuts]:

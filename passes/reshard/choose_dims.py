@@ -87,6 +87,8 @@ def _kind(plan: CutPlan, node: fx.Node) -> Hashable:
 def _ways(plan: CutPlan, node: fx.Node) -> Iterator[Way]:
     """The free factors that can take the axes of a whole one, which then cut nothing of the op."""
     program, rule, op = plan.program, plan.program.rule(node), plan.ops[node]
+    if not rule.whole:
+        return
     used = {part for sharding in (*op.operands, *op.results) if sharding for part in sharding.used_parts}
     for value, dims in zip(program.operand_values(node), rule.operands, strict=True):
         if value is None or dims is None:

@@ -93,7 +93,8 @@ class _Rewriter:
         new: list[fx.Node | None] = []
         for i, (value, target) in enumerate(zip(operands(node), op.operands, strict=True)):
             new.append(self._operand(value, target, node, i, reasons) if value and target else value)
-        set_operands(node, new)
+        if any(one is not other for one, other in zip(new, operands(node), strict=True)):
+            set_operands(node, new)
         self.propagated[node] = program.origins(node)
         program.set_origins(node, reasons.result_origins())
         program.set_sharding(node, op.results if program.has_many(node) else op.results[0])
@@ -178,11 +179,14 @@ class OpReasons:
 
         An axis that cuts the dim it was propagated to keeps its propagated origin.
         """
-        origins: list[dict[str, Origin]] = []
+        origins: list[Mapping[str, Origin]] = []
         for i, (result, known) in enumerate(zip(self.op.results, self.program.origins(self.node), strict=True)):
             propagated, new = self.propagated[i], dict[str, Origin]()
             if result is None:
                 origins.append(new)
+                continue
+            if result == propagated and all(part.name in known for part in result.cut_axes):
+                origins.append(known)
                 continue
             for part in result.partial_axes:
                 new |= self._through(part.name, i, is_sum=True)

@@ -59,6 +59,8 @@ class Rule:
     ``is_even``: the op raises errors over values, and padding may have any, so factors are cut evenly or not at all.
     ``sees_padding``: added zeros change a sum, so factors that leave a result partial are cut evenly.
     ``contiguous``: factors of which each shard must be one run of positions, so that they are not cut in blocks.
+    ``known``: what has been found out about the op on tensors that are cut in some way: like calls have one rule, in
+    every layer and whenever a model is compiled again.
     """
 
     operands: Side
@@ -72,6 +74,7 @@ class Rule:
     is_even: bool = False
     sees_padding: bool = False
     contiguous: frozenset[str] = frozenset()
+    known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def factors(self) -> tuple[str, ...]:

@@ -36,8 +36,19 @@ def num_shards(axes: Axes) -> int:
     return math.prod([part.size for part in axes])
 
 
+class KeepsHash:
+    """A value that computes its hash once: shardings are keys of many tables."""
+
+    __slots__ = ("_hash",)
+    _hash: int
+
+    def _hash_of(self, *fields: object) -> int:
+        object.__setattr__(self, "_hash", hash(fields))
+        return self._hash
+
+
 @dataclass(frozen=True, slots=True)
-class DimSharding:
+class DimSharding(KeepsHash):
     """How one dim is cut.
 
     ``axes`` cut it whole, major first; each ``(size, axes)`` of ``minor`` cuts the trailing ``size`` elements again.
@@ -52,6 +63,12 @@ class DimSharding:
 
     axes: Axes = ()
     minor: tuple[tuple[int, Axes], ...] = ()
+
+    def __hash__(self) -> int:
+        try:
+            return self._hash
+        except AttributeError:
+            return self._hash_of(self.axes, self.minor)
 
     @property
     def all_axes(self) -> Axes:
@@ -88,7 +105,7 @@ WHOLE = DimSharding()
 
 
 @dataclass(frozen=True, slots=True)
-class Sharding:
+class Sharding(KeepsHash):
     """The elements of a value that each rank holds, and the reductions that are still open.
 
     ``dims[i]`` cuts dim ``i``; ``partial`` maps parts of axes to the reduction open over them: the value is the sum
@@ -112,6 +129,12 @@ class Sharding:
                 what, problem = f"axis {part.name!r} of {self.mesh}", "an axis can cut one dim of a value, once"
                 raise ShardingError(f"sharding {self.text()}", what, problem, f"write {part.name!r} in one place only")
             checked.append(part)
+
+    def __hash__(self) -> int:
+        try:
+            return self._hash
+        except AttributeError:
+            return self._hash_of(self.mesh, self.dims, self.partial)
 
     @staticmethod
     def replicated(mesh: Mesh, ndim: int) -> Sharding:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any, Literal
 
 from torch import fx
@@ -192,6 +193,7 @@ class Step:
         return () if self.kind == "view" else parse_parts(self.args[0], self.sharding.mesh)
 
 
+@lru_cache(maxsize=4096)
 def steps_sharding(src: Sharding, kind: CollectiveKind, args: tuple[Any, ...]) -> Sharding:
     """The sharding after a collective on a value of sharding ``src``, given its arguments after the value.
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from shardc.language.machine import LOCAL_KINDS, CollectiveKind
@@ -54,6 +55,8 @@ class Member:
 
 def members(node: fx.Node) -> tuple[Member, ...]:
     """The collectives of a node: itself, the members of a bucket, or none."""
+    if isinstance(node.target, torch._ops.OpOverload):  # none of torch's ops is one, and their hashes are slow
+        return ()
     node_args: tuple[Any, ...] = node.args
     if node.target in COLLECTIVES:
         return (Member(COLLECTIVES[node.target], node_args[1:], node_args[0], 0),)

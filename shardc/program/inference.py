@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.fx.node import map_aggregate
 
 from shardc.language.sharding import TensorType
@@ -22,7 +25,7 @@ def result_types(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
 
     The results of torch's own ops depend on nothing else, so like calls, as in every layer, run once.
     """
-    if not is_of_torch(target):
+    if not is_known(target):
         return _types_by_run(target, args, kwargs, device)
     return _types_of_call(CallKey.of(target, args, kwargs, device))
 
@@ -55,36 +58,19 @@ def types_of(value: Any) -> Types:
     return None
 
 
-def meta_results(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], values: Mapping[fx.Node, Any]) -> Any:
-    """The results of a call of one of torch's ops on meta tensors, which ``values`` has for the nodes in its arguments.
-
-    Results have the strides, and share the memory, that torch gives them. Like calls run once.
-    """
-    tensors: list[Tensor] = []
-
-    def layout(node: fx.Node) -> Any:
-        tensors.append(values[node])
-        return Layout.of(values[node])
-
-    layouts = _result_layouts(CallKey.of(target, *fx.map_arg((args, dict(kwargs)), layout)))
-    if isinstance(layouts, Layout):
-        return layouts.tensor(tensors)
-    results: list[Tensor | None] = []
-    for each in layouts:
-        result = None if each is None else each.tensor(tensors)
-        results.append(result)
-        tensors += [] if result is None else [result]
-    return tuple(results)
+def result_layouts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Layouts:
+    """The layouts of a call's results, given layouts for tensors: strides and shared memory as the op makes them."""
+    key = CallKey.of(target, args, kwargs)
+    return _layouts_of_call(key) if is_known(target) else _layouts_by_run(key)
 
 
-@functools.lru_cache(maxsize=4096)
-def _result_layouts(call: CallKey) -> Layout | tuple[Layout | None, ...]:
+def _layouts_by_run(call: CallKey) -> Layouts:
     tensors: list[Tensor] = []  # the call's, then its results
 
     def tensor(leaf: Any) -> Any:
         if not isinstance(leaf, Layout):
             return leaf
-        tensors.append(leaf.tensor([]))
+        tensors.append(torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="meta"))
         return tensors[-1]
 
     returned = call.target(*map_aggregate(call.args, tensor), **map_aggregate(call.kwargs, tensor))
@@ -95,17 +81,20 @@ def _result_layouts(call: CallKey) -> Layout | tuple[Layout | None, ...]:
             continue
         memory = result.untyped_storage()._cdata
         owner = next((i for i, each in enumerate(tensors) if each.untyped_storage()._cdata == memory), None)
-        layouts.append(Layout.of(result, owner))
+        layouts.append(Layout(tuple(result.shape), result.stride(), result.dtype, owner))
         tensors.append(result)
-    return layouts[0] if isinstance(returned, Tensor) and layouts[0] else tuple(layouts)
+    return tuple(layouts)
+
+
+_layouts_of_call = functools.lru_cache(maxsize=4096)(_layouts_by_run)  # like calls, as in every layer, run once
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Shape, strides and dtype of a tensor.
+    """Shape, strides and dtype of a tensor. Its offset in memory does not matter here.
 
-    ``owner``: the index, among the call's tensors and then its results, of the one whose memory it shares; None where
-    its memory is new.
+    ``owner``: of a call's result, the index, among the call's tensors and then its results, of the one whose memory it
+    shares; None where its memory is new.
     """
 
     shape: tuple[int, ...]
@@ -114,15 +103,14 @@ class Layout:
     owner: int | None = None
 
     @staticmethod
-    def of(tensor: Tensor, owner: int | None = None) -> Layout:
-        """The layout of a tensor; its offset in memory does not matter here."""
-        return Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype, owner)
+    @functools.lru_cache(maxsize=4096)
+    def new(type_: TensorType) -> Layout:
+        """The layout of a new tensor, whose elements follow each other."""
+        steps = accumulate(map(partial(max, 1), type_.shape[:0:-1]), operator.mul, initial=1)
+        return Layout(type_.shape, tuple(steps)[::-1][-len(type_.shape) :] if type_.shape else (), type_.dtype)
 
-    def tensor(self, tensors: list[Tensor]) -> Tensor:
-        """A meta tensor of this layout, in the memory of one of ``tensors`` where it has an owner."""
-        if self.owner is None:
-            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
-        return tensors[self.owner].as_strided(self.shape, self.stride, 0)
+
+Layouts = tuple[Layout | None, ...]  # of a call's results
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +130,10 @@ class CallKey:
         return CallKey(target, args, kwargs, device, (typed(args), typed(dict(kwargs))), torch.get_default_dtype())
 
 
-def is_of_torch(target: Any) -> bool:
-    """Whether an op is one of torch's own, whose result types depend on nothing but a call's arguments."""
-    return getattr(target, "namespace", "") in ("aten", "prims")
+def is_known(target: Any) -> bool:
+    """Whether an op is torch's or shardc's own, whose result types depend on nothing but a call's arguments."""
+    is_of_torch = getattr(target, "namespace", "") in ("aten", "prims")
+    return is_of_torch or getattr(target, "__module__", "").startswith("shardc.ops.")
 
 
 def typed(argument: Any) -> Any:

@@ -15,7 +15,7 @@ from shardc.ops.contraction import dot
 from shardc.ops.index import MAKE_NEW, lookup_rows, scatter_rows
 from shardc.program.collective import COLLECTIVES, EXCHANGES, collective_kind, group_size, reshard
 from shardc.program.communication import bucket
-from shardc.program.inference import is_of_torch, meta_results
+from shardc.program.inference import Layout, Layouts, result_layouts
 from shardc.program.node import ancestors, is_annotation, is_getitem, operand, takes_device
 from shardc.program.program import Program, Value
 
@@ -61,49 +61,53 @@ def _needed_by(program: Program, part: str) -> set[fx.Node]:
 def owners_of(program: Program, order: Iterable[fx.Node]) -> Mapping[Value, Value]:
     """For every value the one whose memory it shares: itself, or the base of the view that it is.
 
-    The calls of ``order`` run on meta tensors to find that, since whether a reshape is a view depends on strides.
+    The calls of ``order`` are asked for the layouts of their results, since whether a reshape is a view depends on
+    strides.
     """
     owners: dict[Value, Value] = {}
-    first: dict[int, Value] = {}  # the owner of each storage, by its address
-    values: dict[fx.Node, Any] = {}
+    layouts: dict[Value, Layout] = {}
     for node in (*program.placeholders, *order):
-        values[node] = returned = _on_meta(program, node, values)
-        for value in _results(program, node):
-            tensor: torch.Tensor = returned[value[1]] if program.has_many(node) else returned
-            owners[value] = first.setdefault(tensor.untyped_storage()._cdata, value)
+        if is_getitem(node):
+            continue
+        reads: list[Value] = []  # in the order of the call's tensors
+        found, is_operand = _layouts(program, node, layouts, reads)
+        memory = [owners[value] for value in reads]
+        for i, layout in enumerate(found):
+            if layout is not None:
+                layouts[node, i] = layout
+                owner = (node, i) if layout.owner is None else memory[layout.owner]
+                owners[node, i] = owners[program.value(operand(node))] if is_operand else owner
+                memory.append(owners[node, i])
     return owners
 
 
-def _results(program: Program, node: fx.Node) -> list[Value]:
-    """The values that a call returns; a getitem returns no new one."""
-    types = () if is_getitem(node) else program.types(node)
-    return [(node, i) for i, type_ in enumerate(types) if type_ is not None]
+def _layouts(
+    program: Program, node: fx.Node, known: Mapping[Value, Layout], reads: list[Value]
+) -> tuple[Layouts, bool]:
+    """The layouts of a call's results, and whether it returns its operand; adds the tensors that it is given to reads.
 
+    Results are new tensors where a runtime allocates them.
+    """
+    new = tuple([type_ and Layout.new(type_) for type_ in program.types(node)])
+    if node.op == "placeholder":
+        return new, False
+    target, mesh = node.target, program.mesh
+    if target in MOVES:
+        assert mesh is not None
+        is_of_one_rank = target in COLLECTIVES and group_size(mesh, collective_kind(node), node.args[1:]) == 1
+        return ((known[program.value(operand(node))],), True) if is_of_one_rank else (new, False)
+    if is_annotation(node):
+        return (known[program.value(operand(node))],), True
 
-def _on_meta(program: Program, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-    """The results of a node's call on meta tensors; new tensors where a runtime allocates them."""
-    if is_getitem(node):
-        return values[operand(node)][node.args[1]]
-    mesh: Any = program.mesh
-    is_of_one_rank = node.target in COLLECTIVES and group_size(mesh, collective_kind(node), node.args[1:]) == 1
-    if is_annotation(node) or is_of_one_rank:
-        return values[operand(node)]
-    if node.op == "placeholder" or node.target in MOVES:
-        return _new(program, node)
-    target: Any = node.target
+    def layout(read: fx.Node) -> Any:
+        reads.append(program.value(read))
+        return known[reads[-1]]
+
     kwargs = dict(node.kwargs) | ({"device": "meta"} if takes_device(target) else {})
     try:
-        if is_of_torch(target):
-            return meta_results(target, node.args, kwargs, values)
-        args, kwargs = fx.map_arg((node.args, kwargs), values.__getitem__)
-        return target(*args, **kwargs)
+        return result_layouts(target, *fx.map_arg((node.args, kwargs), layout)), False
     except NotImplementedError:  # no kernel
-        return _new(program, node)
-
-
-def _new(program: Program, node: fx.Node) -> Any:
-    tensors = [type_ and torch.empty(type_.shape, dtype=type_.dtype, device="meta") for type_ in program.types(node)]
-    return tuple(tensors) if program.has_many(node) else tensors[0]
+        return new, False
 
 
 # Aliasing, as far as the ops' schemas say: for generated code, which reuses buffers.

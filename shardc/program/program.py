@@ -26,6 +26,8 @@ from shardc.program.provenance import Cause, Origin, Source
 
 Shardings = Sharding | tuple[Sharding | None, ...] | None
 Value = tuple[fx.Node, int]  # a node and the index of one of its results
+Reads = tuple[Any, Any, tuple[Value | None, ...]]  # args and kwargs of a call, and the values in them
+Check = Callable[["Program", fx.Node], None]  # raises an AssertionError
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,9 @@ class Pin:
         return ": P(" in self.text
 
 
+NEVER_CHECKED: tuple[tuple[Check, ...], list[Any]] = ((), [])
+
+
 @dataclass(slots=True)
 class Program:
     """A graph with its inputs, outputs, mesh and level. Passes take one and return another.
@@ -90,8 +95,8 @@ class Program:
     ``pins``: fixed shardings of inputs and nodes. A ``localized`` program has local shapes in every type; its shardings
     are those of the global values. ``computed``: for parameters that are stored in another sharding, the one in which
     they are computed on. ``num_stages``: of the pipeline; ``mesh`` is then that of one stage, with an axis of
-    microbatches. ``cache``: facts computed from it (``stages.cached_on_program``), and ``rules``, those bound to its
-    calls; a copy starts with none.
+    microbatches. ``cache``: facts computed from it (``stages.cached_on_program``), ``rules``, those bound to its calls,
+    and ``reads``, arguments and operands of calls; a copy starts with none.
     """
 
     graph: fx.Graph
@@ -106,6 +111,7 @@ class Program:
     num_stages: int = 1
     cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     rules: dict[Any, Rule] = field(default_factory=dict, init=False, repr=False, compare=False)
+    reads: dict[fx.Node, Reads] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def copy(self, level: Level | None = None) -> Program:
         """A copy whose graph may be changed without touching this one."""
@@ -217,7 +223,12 @@ class Program:
 
     def operand_values(self, node: fx.Node) -> tuple[Value | None, ...]:
         """The operands of a call as values, in the order of ``operands``."""
-        return tuple([None if operand is None else self.value(operand) for operand in operands(node)])
+        args, kwargs = node.args, node.kwargs  # which are other objects as soon as an operand is another
+        known = self.reads.get(node)
+        if known is None or known[0] is not args or known[1] is not kwargs:
+            found = tuple([None if operand is None else self.value(operand) for operand in operands(node)])
+            known = self.reads[node] = args, kwargs, found
+        return known[2]
 
     def sharding(self, node: fx.Node) -> Sharding:
         """The sharding of a node with one result (or of a getitem)."""
@@ -322,15 +333,23 @@ class Program:
         """Bind the rule anew after a change of the node's arguments or types."""
         node.meta.pop("rule", None)
 
-    def check_once(self, node: fx.Node, check: Callable[[Program, fx.Node], None]) -> None:
-        """Run ``check`` on an op, unless it ran before on the same rule, types and shardings, which are immutable."""
-        facts: list[object] = [self.rule(node)]
-        for of, i in ((node, 0), *filter(None, self.operand_values(node))):
-            facts += (i, of.meta.get("type"), of.meta.get("sharding"))
-        known = node.meta.get("checked", ())
-        if len(known) != len(facts) or not all(map(operator.is_, facts, known)):
-            check(self, node)
-            node.meta["checked"] = tuple(facts)
+    def check_once(self, node: fx.Node, checks: tuple[Check, ...]) -> None:
+        """Run those of ``checks`` on a node that did not pass before on equal facts: op, rule, types and shardings."""
+        meta = node.meta
+        facts = [node.target, meta.get("rule"), meta.get("type"), meta.get("sharding")]
+        for read in node.all_input_nodes:
+            if read.target is operator.getitem:
+                facts.append(read.args[1])
+                read = read.args[0]  # type: ignore[assignment]
+            facts += (read.meta.get("type"), read.meta.get("sharding"))
+        passed, known = meta.get("checked", NEVER_CHECKED)
+        if facts != known:
+            passed = ()
+        if passed is not checks:
+            for check in checks:
+                if check not in passed:
+                    check(self, node)
+            meta["checked"] = checks, facts
 
     def _with_types(self, argument: Any) -> Any:
         return fx.map_arg(argument, lambda node: self.value_type(self.value(node)))  # type: ignore[arg-type, return-value]

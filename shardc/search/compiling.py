@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from shardc.capture.annotations import Match
@@ -44,9 +43,8 @@ class PlanCompiler:
 
     def program(self, mesh: Mesh, annotations: Mapping[str, P], options: Options, until: Pass) -> Program:
         """The program after the pass ``until``. Raises what ``shardc.compile`` raises."""
-        with torch._C.DisableTorchFunction():
-            agreed = self._agreed_program(mesh, annotations, options)
-            return run_passes(replace(agreed, options=options), after=AGREED, until=until)
+        agreed = self._agreed_program(mesh, annotations, options)
+        return run_passes(replace(agreed, options=options), after=AGREED, until=until)
 
     def annotated(self, mesh: Mesh, annotations: Mapping[str, P], until: Pass, options: Options = DEFAULT) -> Program:
         """The program after a pass before ``insert_reshards``."""
@@ -55,14 +53,12 @@ class PlanCompiler:
         key = tuple(matched.modules), options.precision
         if key not in self._captured:
             captured = capture_model(self.model, request, matched)
-            with torch._C.DisableTorchFunction():
-                unannotated = run_passes(first_program(captured.program, request, ()), until=UNANNOTATED)
+            unannotated = run_passes(first_program(captured.program, request, ()), until=UNANNOTATED)
             self._captured[key] = captured.program, unannotated
         captured_program, program = self._captured[key]
         pins = resolve_pins(captured_program, request, matched)
         program = _with_modules(replace(program, mesh=mesh, pins=pins, options=options), matched.modules.values())
-        with torch._C.DisableTorchFunction():
-            return run_passes(program, after=UNANNOTATED, until=until)
+        return run_passes(program, after=UNANNOTATED, until=until)
 
     def _agreed_program(self, mesh: Mesh, annotations: Mapping[str, P], options: Options) -> Program:
         key = tuple(mesh.sizes.items()), tuple(annotations.items()), options.precision

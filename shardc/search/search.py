@@ -27,9 +27,8 @@ from shardc.search.price import Price, Pricer
 from shardc.search.task import Task
 
 EQUAL = 1e-3
-BREADTH = 8  # sets of cuts that are tried on meshes of every shape
-BREADTH_OF_STAGES = 3  # the same for the devices of a pipeline's stage
-NUM_WITH_OPTIONS = 8  # plans that options are tried for, three times as many where none fits
+BREADTH = 8
+BREADTH_OF_STAGES = 2  # for the devices of a pipeline's stage
 NUM_REFINED = 2
 GAIN = 0.8  # options make a plan no faster than this part of its time
 
@@ -57,7 +56,8 @@ class Found:
 class Search:
     """The search of one model, whose ``found`` plans grow while it runs.
 
-    ``data`` and ``model``: the pool, sets of cuts with the samples and without them.
+    ``data`` and ``model``: the pool, sets of cuts with the samples and without them. ``breadth``: how many plans, or
+    pairs of sets, go on to the next question; three times as many plans where none fits.
     """
 
     pricer: Pricer
@@ -84,9 +84,9 @@ class Search:
             self._refine(each, decisions)
         self.progress(f"{len(self.found)} plans refined{self._best_text()}")
 
-    def for_stages(self, devices: int) -> list[Found]:
-        """The plans for fewer devices, as those of a stage of a pipeline are: those that no other is better than."""
-        part = Search(self.pricer, self.task.of_stage(devices), breadth=BREADTH_OF_STAGES)
+    def for_stages(self, num_stages: int) -> list[Found]:
+        """The plans for the devices of one stage of a pipeline: those that no other is better than."""
+        part = Search(self.pricer, self.task.of_stage(num_stages), breadth=BREADTH_OF_STAGES)
         part.data, part.model = self.data[:2], self.model[:2]
         part._meshes()
         part._options()
@@ -167,7 +167,7 @@ class Search:
         """ZeRO for the fastest plans; recomputation for those that do not fit with it."""
         num_tried, best = 0, float("inf")
         for base in sorted(self.found.values(), key=lambda each: each.price.seconds):
-            is_enough = num_tried >= NUM_WITH_OPTIONS * (1 if best < float("inf") else 3)
+            is_enough = num_tried >= self.breadth * (1 if best < float("inf") else 3)
             if is_enough or GAIN * base.price.seconds > best:
                 return
             variants = [base, *self._with_zero(base.plan)]

@@ -133,7 +133,7 @@ class _Suggesting:
         estimates = [
             estimate
             for num_stages in num_stages_of(self.task, self.pricer.num_blocks)
-            for each in search.for_stages(self.task.devices // num_stages)
+            for each in search.for_stages(num_stages)
             for estimate in with_stages(each.plan, each.price, num_stages, self.num_samples, self.task.pipelines)
             if estimate.seconds <= limit
         ]

@@ -62,9 +62,10 @@ class Task:
         )
         return has_options and plan.num_stages in num_stages
 
-    def of_stage(self, devices: int) -> Task:
-        """The task for the devices of one stage of a pipeline."""
-        return replace(self, devices=devices, sizes={name: each for name, each in self.sizes.items() if name != "pp"})
+    def of_stage(self, num_stages: int) -> Task:
+        """The task for the devices of one stage of a pipeline, which have the memory of all stages."""
+        sizes = {name: each for name, each in self.sizes.items() if name != "pp"}
+        return replace(self, devices=self.devices // num_stages, memory=num_stages * self.memory, sizes=sizes)
 
     def figure(self, seconds: float, peak: float) -> float:
         """What is to be small."""

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from shardc.capture.capture import Captured
 from shardc.compiler import Compiled, Request, compile_request
 from shardc.costs.count import call_seconds
 from shardc.costs.memory import memory_of
@@ -77,21 +76,20 @@ def _pipeline_seconds(program: Program) -> tuple[float, float]:
 
 @dataclass(eq=False)
 class WholeCompiler:
-    """Compiles plans of a whole model. State: ``_captured``, the captures by the annotations of modules."""
+    """Compiles plans of a whole model. State: ``_known``, the latest by what a capture depends on."""
 
     model: nn.Module
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     task: Task
-    _captured: dict[Any, Captured | None] = field(default_factory=dict)
+    _known: dict[Any, Compiled] = field(default_factory=dict)
 
     def compiled(self, plan: Plan) -> Compiled:
         """The compiled plan. Raises what ``shardc.compile`` raises."""
         annotations = plan.annotations
         key = tuple((k, v) for k, v in annotations.items() if k.startswith("module:")), plan.precision
-        compiled = compile_request(self.model, self.request(plan), self._captured.get(key))
-        self._captured[key] = compiled.captured
-        return compiled
+        self._known[key] = compile_request(self.model, self.request(plan), self._known.get(key))
+        return self._known[key]
 
     def request(self, plan: Plan) -> Request:
         """The request of a plan."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from shardc.language.sharding import TensorType
-from shardc.program.inference import meta_results, result_types
+from shardc.program.inference import Layout, result_layouts, result_types
 from shardc.program.program import Program
 
 aten = torch.ops.aten
@@ -31,22 +31,23 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_a_cached_inference_equals_a_fresh_one(name: str) -> None:
     target, tensors, rest = CALLS[name]
-    graph = fx.Graph()
-    nodes = {tensor: graph.placeholder("x") for tensor in tensors}
-    values = {node: tensor for tensor, node in nodes.items()}
-    args = (*(nodes[tensor] for tensor in tensors), *rest)
+    layouts = [Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in tensors]
     expected = described(target(*tensors, *rest), tensors)
     for _ in range(2):
-        assert described(meta_results(target, args, {}, values), tensors) == expected
+        found = result_layouts(target, (*layouts, *rest), {})
+        own = [len(tensors) + i if each.owner is None else each.owner for i, each in enumerate(found)]
+        assert [(each.shape, each.stride, each.dtype, at) for each, at in zip(found, own, strict=True)] == expected
 
 
 def described(made: Any, tensors: list[Tensor]) -> list[Any]:
     results = [made] if isinstance(made, Tensor) else list(made)
     homes = [each.untyped_storage()._cdata for each in (*tensors, *results)]
-    return [
-        (each.shape, each.stride(), each.dtype, homes.index(each.untyped_storage()._cdata), isinstance(made, Tensor))
-        for each in results
-    ]
+    return [(each.shape, each.stride(), each.dtype, homes.index(each.untyped_storage()._cdata)) for each in results]
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (0,), (2, 0, 3), (1, 2, 1), (4, 5, 6)], ids=str)
+def test_the_layout_of_a_new_tensor_is_that_which_torch_gives_it(shape: tuple[int, ...]) -> None:
+    assert Layout.new(TensorType(shape, torch.float32)).stride == torch.empty(shape).stride()
 
 
 def test_calls_with_numbers_of_other_kinds_and_other_defaults_are_not_alike() -> None:

@@ -48,8 +48,7 @@ Table = Mapping[str, Callable[[], Explanation]]
 
 def explain(compiled: Compiled, name: str) -> Explanation:
     """Explain what ``name`` names in a compiled model: see ``Explainer.explain``."""
-    others = {after: other for after, other in compiled.after.items() if other is not compiled.whole}
-    return Explainer(compiled.whole, compiled.model, others).explain(name)
+    return Explainer(compiled.whole, compiled.model, compiled.after).explain(name)
 
 
 class Explainer:
@@ -63,7 +62,7 @@ class Explainer:
     def __init__(
         self, program: Program, model: nn.Module | None = None, others: Mapping[str, Program] | None = None
     ) -> None:
-        self.program, self.others = program, dict(others or {})
+        self.program, self.others = program, others or {}
         self.chains = Chains(program)
         self._stages = StageExplainer(program, self.chains) if has_stages(program) else None
         self._sent = CollectiveExplainer(program, self.chains, self._stages)
@@ -249,7 +248,8 @@ class Explainer:
             is_input, is_printed_so = node.op == "placeholder", self.chains.names[node] == name
             note = f"{name} is the name of its node" if is_input else f"it stands in place of {name}"
             return self.node(node) if is_printed_so else replace(self.node(node), notes=(note,))
-        for after, other in reversed(self.others.items()):
+        for after in reversed(list(self.others)):
+            other = self.others[after]
             node = next((each for each in other.graph.nodes if each.name == name), None)
             if node is None:
                 continue
