@@ -14,7 +14,9 @@ from shardc.language.record import json_of
 from shardc.language.text import bytes_text, seconds_text
 from shardc.options import Pipeline, Precision, Remat, Zero
 from shardc.report.suggest.records import (
-    Candidate,
+    Candidate as Candidate,
+)
+from shardc.report.suggest.records import (
     PipelineEntry,
     Suggested,
     SuggestionEntry,
