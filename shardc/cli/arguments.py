@@ -11,9 +11,10 @@ from math import prod
 from typing import Any, NoReturn
 
 from shardc.cli import USAGE
-from shardc.language.errors import ShardingError, UsageError, did_you_mean
+from shardc.language.errors import OptionError, ShardingError, UsageError, did_you_mean
 from shardc.language.machine import DEVICES, LINKS, SHORT
 from shardc.language.mesh import MOST_RANKS, Mesh
+from shardc.language.text import bytes_of
 from shardc.options import ADAM, BUCKET, OPTIMIZERS, Pipeline, Remat, Zero
 from shardc.report.dump.schema import schema_text
 
@@ -28,14 +29,21 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 EXIT_CODES = """\
 exit codes: 0 good, 1 a check failed, 2 usage, 3 capture failed, 4 bad annotation, 70 internal error, 130 interrupted
 """
+OBJECTIVES = ("time", "memory")
+AXES = ("dp", "tp", "cp", "ep", "pp")  # that the search names; also dp2, ...
 LARGEST = 2**40  # of any count: beyond it torch's own sizes overflow
 
 
 # The options that commands share.
 
 
-def add_command(commands: Any, name: str, help_: str, operands: Sequence[str] = ("TARGET",)) -> Parser:
-    """Add the parser of a command that works on a TARGET, or on ``operands``, each of which may be one."""
+def add_command(
+    commands: Any, name: str, help_: str, operands: Sequence[str] = ("TARGET",), is_search: bool = False
+) -> Parser:
+    """Add the parser of a command that works on a TARGET, or on ``operands``, each of which may be one.
+
+    ``is_search``: it finds a plan for training, for a batch of any size.
+    """
     parser: Parser = commands.add_parser(
         name, help=help_, description=help_, epilog=TARGET_HELP + EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -44,14 +52,18 @@ def add_command(commands: Any, name: str, help_: str, operands: Sequence[str] = 
     for operand in operands:
         help_ = model if operand == "TARGET" else "a plan: see below"
         parser.add_argument(operand.lower(), metavar=operand, help=help_)
-    parser.add_argument("--no-train", dest="train", action="store_false", help="compile forward only")
+    if not is_search:
+        parser.add_argument("--no-train", dest="train", action="store_false", help="compile forward only")
     parser.add_argument(
         "--set", metavar="KEY=VALUE", action="append", default=[], type=_setting, dest="settings",
         help="set a field of the hf config, or an argument of the function; may be repeated",
     )  # fmt: skip
-    parser.add_argument(
-        "--batch", metavar="N", type=count, help="batch size of the inputs of hf: (8, or the next multiple of dp)"
+    default = (
+        "or the next multiple of --devices); also of those of a function"
+        if is_search
+        else "or the next multiple of dp)"
     )
+    parser.add_argument("--batch", metavar="N", type=count, help=f"batch size of the inputs of hf: (8, {default}")
     length = "tokens a row of the inputs of hf: (as many as a model of text has positions, at most 4096; verify: 64)"
     parser.add_argument("--seq", metavar="N", type=count, help=length)
     return parser
@@ -60,11 +72,7 @@ def add_command(commands: Any, name: str, help_: str, operands: Sequence[str] = 
 def add_mesh_options(parser: Parser, is_required: bool = True) -> None:
     """Add ``--mesh``, ``--annotate`` and the options of ``shardc.compile`` that every command with a mesh takes."""
     parser.add_argument("--mesh", type=mesh, required=is_required, help="axes and sizes: dp=2,tp=4")
-    parser.add_argument(
-        "--annotate", metavar="PATTERN=SPEC", action="append", default=[],
-        help="annotate the tensors that a glob matches; may be repeated; replaces the defaults of an hf: target, adds "
-        "to the annotations that a function returns",
-    )  # fmt: skip
+    _add_annotate(parser, "replaces the defaults of an hf: target, adds to the annotations that a function returns")
     parser.add_argument(
         "--zero", metavar="AXIS=STAGE", type=_zero,
         help="shard parameters, gradients and optimizer states over an axis between uses, as ZeRO does: dp=3",
@@ -81,8 +89,7 @@ def add_mesh_options(parser: Parser, is_required: bool = True) -> None:
     )  # fmt: skip
     help_ = "size of buckets of collectives (25 MiB)"
     parser.add_argument("--bucket", metavar="BYTES", type=count, default=BUCKET, help=help_)
-    help_ = f"the optimizer whose states a rank holds, for memory and predicted times ({ADAM})"
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default=ADAM, help=help_)
+    _add_optimizer(parser)
     parser.add_argument(
         "--links", metavar="AXIS=LINK,...|FILE", type=name,
         help=f"the link between ranks along each axis, for predicted times: {', '.join(LINKS)}; or a file that shardc "
@@ -111,6 +118,40 @@ def add_compile_options(parser: Parser, is_required: bool = True) -> None:
     help_ = "compute in this dtype; keep parameters and reduce in float32"
     parser.add_argument("--precision", choices=DTYPES, help=help_)
     parser.set_defaults(compile_options=parser.option_names)
+
+
+def add_search_options(parser: Parser) -> None:
+    """Add the options that say which plan to search for: devices and links, what is fixed, and what is best."""
+    parser.add_argument("--devices", metavar="N", type=count, required=True, help="how many ranks: 16")
+    parser.add_argument("--nodes", metavar="N", type=count, default=1, help="how many nodes they are in (1)")
+    help_ = f"what a rank computes on: {', '.join(DEVICES)}; or a file that shardc bench-links wrote"
+    parser.add_argument("--device", metavar="NAME|FILE", type=name, help=help_)
+    parser.add_argument(
+        "--links", metavar="LINK[,LINK]|FILE", type=name,
+        help=f"the link inside a node, and the one between nodes: nvlink,infiniband; of {', '.join(LINKS)}; or files "
+        "that shardc bench-links wrote",
+    )  # fmt: skip
+    help_ = "the bytes that a rank has: 80GB (those of --device, where it is named)"
+    parser.add_argument("--memory", metavar="BYTES", type=nbytes, help=help_)
+    parser.add_argument(
+        "--fix", metavar="NAME=VALUE", type=_fixed, action="append", default=[],
+        help="what a plan must have: the size of an axis, tp=4; zero=3; pipeline=none; remat=none; precision=bf16; may "
+        "be repeated, with one name to allow several values",
+    )  # fmt: skip
+    _add_annotate(parser, "the search keeps it and adds others; annotations that come with a target are not used")
+    _add_optimizer(parser)
+    parser.add_argument("--objective", choices=OBJECTIVES, default=OBJECTIVES[0], help="what is to be small (time)")
+    parser.add_argument("--top", metavar="N", type=count, default=5, help="how many plans to print (5)")
+
+
+def _add_annotate(parser: Parser, whose: str) -> None:
+    help_ = f"annotate the tensors that a glob matches; may be repeated; {whose}"
+    parser.add_argument("--annotate", metavar="PATTERN=SPEC", action="append", default=[], help=help_)
+
+
+def _add_optimizer(parser: Parser) -> None:
+    help_ = f"the optimizer whose states a rank holds, for memory and predicted times ({ADAM})"
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default=ADAM, help=help_)
 
 
 def check_dumps(options: argparse.Namespace, dumps: Sequence[str]) -> None:
@@ -159,6 +200,14 @@ def count(text: str) -> int:
     if int(text[:20]) > LARGEST:
         raise unreadable(text, f"it is more than {LARGEST}, the largest count", "say less")
     return int(text)
+
+
+def nbytes(text: str) -> int:
+    """A number of bytes, 80GB."""
+    try:
+        return bytes_of(text)
+    except OptionError as error:
+        raise unreadable(text, error.problem, error.remedy) from None
 
 
 def sizes(text: str, what: str, example: str) -> dict[str, int]:
@@ -229,6 +278,32 @@ def _pipeline(text: str) -> Pipeline:
     return _option(text, Pipeline, axis, **settings)
 
 
+def _fixed(text: str) -> tuple[str, Any]:
+    """``tp=4``: an axis or an option, and the value that a plan must have; of a precision the name."""
+    key, equals, value = text.partition("=")
+    read = FIXED.get(key, count if key.rstrip("0123456789") in AXES else None)
+    if read is None:
+        known = (*AXES, *FIXED)
+        remedy = did_you_mean(key, known) or f"name one of {', '.join(known)}"
+        raise unreadable(text, "a plan has no such part", remedy, repr(key))
+    if not equals or not value:
+        raise unreadable(text, f"{key} has no value", f"write --fix {key}={'4' if key in AXES else 'none'}")
+    return key, None if value == "none" and key in FIXED else read(value)
+
+
+def _stage(text: str) -> int:
+    if text not in ("0", "1", "2", "3"):
+        raise unreadable(text, "there is no such stage of ZeRO", "write --fix zero=3, or a stage from 0 to 3")
+    return int(text)
+
+
+def _precision(text: str) -> str:
+    if text not in DTYPES:
+        remedy = did_you_mean(text, DTYPES) or "write --fix precision=bf16"
+        raise unreadable(text, f"it is none of {', '.join(DTYPES)}", remedy)
+    return text
+
+
 def _whole_number_or_text(text: str) -> int | str:
     return int(text[:20]) if text.removeprefix("-").isdecimal() else text  # Pipeline refuses what is no count
 
@@ -248,6 +323,11 @@ def _remat(text: str) -> Remat:
         raise unreadable(text, "it is no glob over modules, and no number of bytes", "write 'h.*', or digits alone")
     is_number = text.removeprefix("-").isdecimal()
     return _option(text, Remat, **({"budget": int(text[:20])} if is_number else {"blocks": text}))
+
+
+FIXED: dict[str, Callable[[str], Any]] = {
+    "zero": _stage, "remat": _remat, "precision": _precision, "pipeline": _pipeline,
+}  # fmt: skip
 
 
 def _option(text: str, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import shlex
 import sys
 import time
@@ -143,9 +145,21 @@ def write(text: str, path: str | None) -> None:
     try:
         Path(path).write_text(printable(text, keep="\n"), encoding="utf-8", errors="backslashreplace")
     except OSError as error:
-        remedy = "name a file in a folder that exists and may be written"
-        raise UsageError(f"-o {path}", f"{error.strerror}", "it cannot be written", remedy) from None
+        raise _unwritable(path, error.strerror) from None
     print(f"shardc: wrote {printable(path)}", file=sys.stderr)
+
+
+def check_output(path: str | None) -> None:
+    """Raise a UsageError, before long work, for a file that ``write`` cannot write because its folder is not there."""
+    if path is not None and not Path(path).parent.is_dir():
+        raise _unwritable(path, os.strerror(errno.ENOENT))
+    if path is not None and Path(path).is_dir():
+        raise _unwritable(path, os.strerror(errno.EISDIR))
+
+
+def _unwritable(path: str, what: str | None) -> UsageError:
+    remedy = "name a file in a folder that exists and may be written"
+    return UsageError(f"-o {path}", f"{what}", "it cannot be written", remedy)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from shardc.cli import (
     dump,
     explain,
     stages,
+    suggest,
     trace,
     verify,
 )
@@ -31,7 +32,7 @@ from shardc.language.text import printable
 
 COMMANDS = {
     "dump": dump, "explain": explain, "check": check, "diff": diff, "cost": cost, "verify": verify, "stages": stages,
-    "trace": trace, "bench-links": bench_links,
+    "suggest": suggest, "trace": trace, "bench-links": bench_links,
 }  # fmt: skip
 
 

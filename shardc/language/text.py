@@ -9,6 +9,8 @@ import stat
 from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 
+from shardc.language.errors import OptionError
+
 _IS_ORIGIN = re.compile(r"\S+ from ").match
 
 
@@ -108,6 +110,22 @@ def operations_text(count: float) -> str:
 def count_text(count: float) -> str:
     """``512``, ``2.0 M``: how many of something, in powers of a thousand."""
     return _in_units(count, ("", "k", "M", "G", "T")).rstrip()
+
+
+_UNITS = {
+    "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+_BYTES = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*([A-Za-z]*)\s*")
+
+
+def bytes_of(text: str | float) -> int:
+    """The number of bytes in a text such as ``80GB``. Raises an OptionError where it is none, or no byte."""
+    parts = _BYTES.fullmatch(str(text))
+    count = int(float(parts[1]) * _UNITS.get(parts[2].lower(), 0)) if parts else 0
+    if count < 1:
+        raise OptionError("memory", repr(text), "it is no number of bytes", "say 80GB, or digits alone")
+    return count
 
 
 def _in_units(count: float, units: Sequence[str]) -> str:

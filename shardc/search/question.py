@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from torch import nn
 
 from shardc.capture.call import call_leaves, flatten, rebuild
+from shardc.language.cluster import cluster
 from shardc.language.errors import OptionError, did_you_mean
-from shardc.language.machine import DEFAULT_DEVICE, LINKS, Device, Machine, machine_of, slowest
+from shardc.language.machine import Device
 from shardc.language.partition import P
+from shardc.language.text import bytes_of
 from shardc.options import OPTIMIZERS, Pipeline, Precision, Remat, Zero
 from shardc.search.task import Objective, Task
 
-UNITS = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
 AXES = ("dp", "tp", "cp", "ep", "pp")  # and dp2, ...
 KINDS: Mapping[str, Any] = {"remat": Remat, "precision": Precision, "pipeline": Pipeline}
 
@@ -36,7 +24,7 @@ KINDS: Mapping[str, Any] = {"remat": Remat, "precision": Precision, "pipeline": 
 def question(
     devices: int,
     annotations: Mapping[str, P] | None,
-    memory: int | str | None,
+    memory: float | str | None,
     links: Any,
     device: Device | str | None,
     nodes: int,
@@ -46,16 +34,7 @@ def question(
     remats: Sequence[Remat],
 ) -> Task:
     """The task that the arguments of ``suggest`` describe. Raises an OptionError for one that has no meaning."""
-    for name, count in (("devices", devices), ("nodes", nodes)):
-        if type(count) is not int or count < 1:
-            raise OptionError(
-                f"suggest({name}={count!r})", "it counts", "it is a whole number from 1 on", f"say {name}=8"
-            )
-    if devices % nodes:
-        remedy = f"say a number of nodes that divides {devices}"
-        raise OptionError(
-            f"suggest(nodes={nodes})", f"{devices} devices", "nodes have equal numbers of devices", remedy
-        )
+    machine = cluster(links, device, devices, nodes)
     if objective not in get_args(Objective):
         remedy = did_you_mean(str(objective), get_args(Objective)) or "say 'time' or 'memory'"
         raise OptionError("suggest", f"objective={objective!r}", "there is no such objective", remedy)
@@ -67,8 +46,8 @@ def question(
     sizes = {name: values for name, values in fixed.items() if name not in ("zero", *KINDS)}
     return Task(
         devices,
-        machine(links, device, devices, nodes),
-        memory=float("inf") if memory is None else bytes_of(memory),
+        machine,
+        memory=_limit(memory, machine.device),
         objective=objective,
         optimizer=optimizer,
         given=dict(annotations or {}),
@@ -111,37 +90,11 @@ def _stage(value: Any) -> int:
     return value.stage if isinstance(value, Zero) else value or 0
 
 
-def bytes_of(memory: int | str) -> int:
-    """A number of bytes, or a text such as ``80GB``. Raises an OptionError for what is neither."""
-    parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(memory))
-    if parts is None or parts[2].lower() not in UNITS or float(parts[1]) <= 0:
-        raise OptionError("memory", repr(memory), "it is no number of bytes", "say memory='80GB', or a number of bytes")
-    return int(float(parts[1]) * UNITS[parts[2].lower()])
-
-
-def machine(links: Any, device: Device | str | None, devices: int, nodes: int) -> Machine:
-    """The machine: ``"nvlink"`` inside a node, ``("nvlink", "infiniband")`` also between nodes, a Machine or a file."""
-    if isinstance(links, Machine):
-        return links if device is None else Machine(links.links, device, links.node, links.between)  # type: ignore[arg-type]
-    if isinstance(links, str) and not Path(links).suffix and "=" not in links:
-        links = tuple(links.split(","))
-    if isinstance(links, Path) or isinstance(links, str):
-        found = machine_of(links, device)
-        inside: Any = found.links.get("*") or slowest(found.links.values())
-        links, device = (inside, *([found.between] if found.between else [])), found.device
-    if links is None:
-        links = (Machine().of_axis("*"),)
-    inside, *between = links if isinstance(links, (tuple, list)) else (links,)
-    if nodes > 1 and not between:
-        known = ", ".join(LINKS)
-        raise OptionError(
-            f"suggest(nodes={nodes})",
-            f"links={inside!r}",
-            "no link joins the nodes",
-            f"say links=({inside!r}, 'infiniband'); presets: {known}",
-        )
-    node = devices // nodes if nodes > 1 else 0
-    return Machine({"*": inside}, device or DEFAULT_DEVICE, node, between[0] if nodes > 1 else None)  # type: ignore[arg-type]
+def _limit(memory: float | str | None, device: Device) -> float:
+    """The bytes that a rank has: those of its device where none are said, and no limit where these are not known."""
+    if memory is None:
+        return device.capacity or float("inf")
+    return memory if memory == float("inf") else bytes_of(memory)
 
 
 def with_batch(

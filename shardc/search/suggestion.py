@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any
 
 from shardc.costs.records import MemoryEntry
 from shardc.language.machine import Machine, MachineEntry
 from shardc.language.mesh import Mesh
 from shardc.language.partition import P
-from shardc.language.record import Amount, Count, Size, json_of
+from shardc.language.record import json_of
 from shardc.language.text import bytes_text, seconds_text
 from shardc.options import Pipeline, Precision, Remat, Zero
+from shardc.report.suggest.records import (
+    Candidate as Candidate,
+)
+from shardc.report.suggest.records import (
+    PipelineEntry,
+    Suggested,
+    SuggestionEntry,
+    TimeParts,
+    ZeroEntry,
+)
 from shardc.search.whole import Cost
 
 KEYS = ("mesh", "annotations", "zero", "remat", "precision", "pipeline", "links", "optimizer")
@@ -122,64 +132,6 @@ class Suggestion(Mapping[str, Any]):
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class ZeroEntry:
-    """Stored state is cut over ``axis``; ``stage``: as in ``shardc.Zero``."""
-
-    axis: str
-    stage: Literal[1, 2, 3]
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineEntry:
-    """Stages along ``axis``. ``balance``: what is even over them."""
-
-    axis: str
-    microbatches: Size
-    schedule: str
-    balance: str
-
-
-@dataclass(frozen=True, slots=True)
-class TimeParts:
-    """Predicted seconds of a step on one rank.
-
-    ``computing``: with the optimizer's step. ``exposed``: it waits for collectives. ``bubble``: the busiest rank of a
-    pipeline is idle.
-    """
-
-    step: Amount
-    computing: Amount
-    exposed: Amount
-    bubble: Amount
-
-
-@dataclass(frozen=True, slots=True)
-class SuggestionEntry:
-    """A plan, compiled whole.
-
-    ``mesh``: the axes with their sizes. ``links``: by axis. ``annotations``, ``remat`` and ``precision``: as Python.
-    ``excess``: the bytes by which it does not fit. ``wire_bytes`` and ``flops``: of one rank. ``collectives``: how many
-    it starts in a step. ``reasons``: a sentence for each choice. ``python``: to be pasted.
-    """
-
-    mesh: Mapping[str, Size]
-    links: Mapping[str, str]
-    annotations: Mapping[str, str]
-    zero: ZeroEntry | None
-    remat: str | None
-    precision: str | None
-    pipeline: PipelineEntry | None
-    seconds: TimeParts
-    memory: MemoryEntry
-    excess: Count
-    wire_bytes: Count
-    collectives: Count
-    flops: Count
-    reasons: tuple[str, ...]
-    python: str
-
-
 class Suggestions(tuple[Suggestion, ...]):
     """Suggestions, the best first.
 
@@ -200,30 +152,14 @@ class Suggestions(tuple[Suggestion, ...]):
         return self
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A plan that was priced: its mesh and options as ``text``, predicted seconds, and bytes at the peak."""
-
-    text: str
-    seconds: Amount
-    peak: Count
-
-
-@dataclass(frozen=True, slots=True)
-class Suggested:
-    """What ``shardc suggest`` found, the best first.
-
-    ``devices``: ranks. ``memory``: bytes that each has; null for no limit. ``machine``: links and device. ``bound``:
-    seconds that no plan of the search can fall below. ``compiled``: programs that were compiled for it.
-    """
-
-    version: Literal[1] = field(default=1, init=False)
-    devices: Size
-    memory: Size | None
-    machine: MachineEntry
-    bound: Amount
-    compiled: Count
-    suggestions: tuple[SuggestionEntry, ...]
+def suggested(suggestions: Suggestions, model: str) -> Suggested:
+    """The record of what ``suggest`` returned for a model, which is not empty."""
+    first, machine = suggestions[0], suggestions[0].links
+    entry = MachineEntry(machine.links, machine.device, machine.node or None, machine.between)
+    return Suggested(
+        model, first.mesh.size, first.memory_limit, entry, suggestions.bound, suggestions.compiled,
+        tuple(each.entry() for each in suggestions), suggestions.candidates,
+    )  # fmt: skip
 
 
 def python_text(option: Zero | Remat | Precision | Pipeline) -> str:

@@ -342,7 +342,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: compile(links={"tp": ["nvlink"]}),
         "links['tp']: ['nvlink']\n"
         "  there is no such link\n"
-        "  did you mean nvlink?",
+        "  did you mean nvlink or nvlink5 or nvlink4?",
     ),
     "tables in a list": (
         lambda: compile().dump(only=["memory"]),

@@ -44,6 +44,7 @@ COMMAND_LINES = [
     ["cost", *MLP, "--format", "json"],
     ["cost", *MLP, "--symbolic"],
     ["verify", *MLP],
+    *(["suggest", "targets:mlp", "--devices", "4", "--format", format_] for format_ in ("text", "json", "html")),
 ]
 RUN_ALL = f"""
 import os, sys

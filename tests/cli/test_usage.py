@@ -16,6 +16,7 @@ from shardc.cli import dump
 from shardc.cli.main import main
 
 DIR = str(Path(__file__).parents[1] / "support")
+SUGGEST = ["suggest", "DIR/targets.py:bare", "--devices", "4"]
 DUMP = ["dump", "DIR/targets.py:bare", "--mesh", "dp=2,tp=2"]
 PROGRESS = re.compile(r"^shardc: (loading|compiling|cutting).*\n", re.MULTILINE)
 
@@ -338,7 +339,91 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
         [*DUMP, "--links", "tp=nvlnk"], 2,
         "shardc: links['tp']: 'nvlnk'\n"
         "  there is no such link\n"
-        "  did you mean nvlink?",
+        "  did you mean nvlink or nvlink5 or nvlink4?",
+    ),
+    "a link of suggest that is not known": (
+        [*SUGGEST, "--links", "nvlink,infinband", "--nodes", "2"], 2,
+        "shardc: links: 'infinband'\n"
+        "  there is no such link\n"
+        "  did you mean infiniband?",
+    ),
+    "a device of suggest that is not known": (
+        [*SUGGEST, "--device", "h20"], 2,
+        "shardc: device: 'h20'\n"
+        "  there is no such device\n"
+        "  did you mean h200 or h100 or b200?",
+    ),
+    "nodes that do not divide the devices": (
+        [*SUGGEST, "--links", "nvlink,ib", "--nodes", "3"], 2,
+        "shardc: nodes=3: 4 devices\n"
+        "  nodes have equal numbers of devices\n"
+        "  say a number of nodes that divides 4",
+    ),
+    "nodes that no link joins": (
+        [*SUGGEST, "--links", "nvlink", "--nodes", "2"], 2,
+        "shardc: links: 'nvlink', of 2 nodes\n"
+        "  no link joins the nodes\n"
+        "  say a second one, as in nvlink,infiniband; presets: ...",
+    ),
+    "a link between nodes where there is one": (
+        [*SUGGEST, "--links", "nvlink,infiniband"], 2,
+        "shardc: --links nvlink,infiniband: without --nodes\n"
+        "  one node has no link to another\n"
+        "  say --nodes 2, or one link alone",
+    ),
+    "a file of links that is not there": (
+        [*SUGGEST, "--links", "DIR/none.json"], 2,
+        "shardc: links: 'DIR/none.json'\n"
+        "  No such file or directory\n"
+        "  run shardc bench-links ...",
+    ),
+    "an axis to fix that no plan has": (
+        [*SUGGEST, "--fix", "tq=4"], 2,
+        "shardc suggest: argument --fix: 'tq=4': 'tq'\n"
+        "  a plan has no such part\n"
+        "  did you mean tp?",
+    ),
+    "a stage of zero to fix": (
+        [*SUGGEST, "--fix", "zero=4"], 2,
+        "shardc suggest: argument --fix: '4'\n"
+        "  there is no such stage of ZeRO\n"
+        "  write --fix zero=3, or a stage from 0 to 3",
+    ),
+    "nothing to fix": (
+        [*SUGGEST, "--fix", "tp"], 2,
+        "shardc suggest: argument --fix: 'tp'\n"
+        "  tp has no value\n"
+        "  write --fix tp=4",
+    ),
+    "a precision to fix": (
+        [*SUGGEST, "--fix", "precision=bf61"], 2,
+        "shardc suggest: argument --fix: 'bf61'\n"
+        "  it is none of bf16, fp16, fp32\n"
+        "  did you mean bf16 or fp16?",
+    ),
+    "a size that does not divide the devices": (
+        [*SUGGEST, "--fix", "tp=3"], 2,
+        "shardc: fix={'tp': ...}: 3\n"
+        "  a plan cannot have it\n"
+        "  say a size that divides 4 devices",
+    ),
+    "memory that is no number": (
+        [*SUGGEST, "--memory", "80 hectares"], 2,
+        "shardc suggest: argument --memory: '80 hectares'\n"
+        "  it is no number of bytes\n"
+        "  say 80GB, or digits alone",
+    ),
+    "an objective that is not known": (
+        [*SUGGEST, "--objective", "tim"], 2,
+        "shardc suggest: argument --objective: 'tim'\n"
+        "  it is none of time, memory\n"
+        "  did you mean time?",
+    ),
+    "a folder for suggestions that is not there": (
+        [*SUGGEST, "--links", "nvlink", "-o", "DIR/none/plans.html"], 2,
+        "shardc: -o DIR/none/plans.html: No such file or directory\n"
+        "  it cannot be written\n"
+        "  name a file in a folder that exists and may be written",
     ),
     "a link of no axis": (
         [*DUMP, "--links", "pp=nvlink"], 2,
@@ -362,7 +447,7 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
         [*DUMP, "--device", "h1000"], 2,
         "shardc: device: 'h1000'\n"
         "  there is no such device\n"
-        "  did you mean h100 or a100?",
+        "  did you mean h100 or h200 or a100?",
     ),
     "more ranks than anyone has": (
         ["dump", "DIR/targets.py:bare", "--mesh", "dp=2,tp=1000000000"], 2,

@@ -63,9 +63,13 @@ def test_a_machine_is_the_same_after_it_was_written_and_read(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("links", "device", "message"),
     [
-        ({"tp": "nvlnk"}, None, "links['tp']: 'nvlnk'\n  there is no such link\n  did you mean nvlink?"),
+        (
+            {"tp": "nvlnk"},
+            None,
+            "links['tp']: 'nvlnk'\n  there is no such link\n  did you mean nvlink or nvlink5 or nvlink4?",
+        ),
         ("nvlink", None, "links: 'nvlink'\n  No such file or directory\n  say links by axis, as tp=nvlink"),
-        ({"tp": "ib"}, "h10", "device: 'h10'\n  there is no such device\n  did you mean h100 or a100?"),
+        ({"tp": "ib"}, "h10", "device: 'h10'\n  there is no such device\n  did you mean h100 or h200 or a100?"),
     ],
 )
 def test_an_invalid_link_or_device_is_refused(links: object, device: str, message: str) -> None:

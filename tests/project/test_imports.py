@@ -41,6 +41,7 @@ TORCH_FREE = {  # `shardc --help` and `shardc diff` of two files answer without 
     "shardc",
     "shardc.__main__",
     "shardc.costs.records",
+    "shardc.language.cluster",
     "shardc.language.errors",
     "shardc.language.machine",
     "shardc.language.mesh",
@@ -57,6 +58,9 @@ TORCH_FREE = {  # `shardc --help` and `shardc diff` of two files answer without 
     "shardc.report.dump.schema",
     "shardc.report.explain.explanation",
     "shardc.report.explain.records",
+    "shardc.report.suggest.html",
+    "shardc.report.suggest.records",
+    "shardc.report.suggest.text",
 }
 TORCH_FREE_ROOMS = ("shardc.schedules", "shardc.cli")
 LOADS_MODELS = {

@@ -5,14 +5,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
-from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from html import escape
-from importlib.resources import files
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +23,7 @@ from shardc.language.sharding import Sharding
 from shardc.program.program import Program
 from shardc.program.stages import has_stages, sender
 from shardc.program.text import call_text, op_names, value_names
+from shardc.report.dump.page_file import filled, hash_of, page_file
 from shardc.report.dump.program_record import program_record
 from shardc.report.dump.selection import Selection
 from shardc.report.explain.alternatives import choices
@@ -64,26 +61,17 @@ def html_report(compiled: Compiled, program: Program, selection: Selection | Non
         remedy = "leave out only, or say format text, json or dot"
         raise OptionError(f"only={selection.text!r}", "format 'html'", problem, remedy)
     record = report_record(compiled, program, explain)
-    style = "".join(map(_file, STYLES))
-    script = "(() => {\n'use strict';\n" + "".join(map(_file, SCRIPTS)) + "})();\n"
+    style = "".join(map(page_file, STYLES))
+    script = "(() => {\n'use strict';\n" + "".join(map(page_file, SCRIPTS)) + "})();\n"
     mesh = ", ".join(f"{name}={size}" for name, size in record["mesh"].items())
     contents = {
-        "policy": POLICY.format(script=_hash(script), style=_hash(style)),
+        "policy": POLICY.format(script=hash_of(script), style=hash_of(style)),
         "title": escape(f"{record['report']['model']} on {mesh}"),
         "style": style,
         "data": json.dumps(record, separators=(",", ":")).translate(UNSAFE),
         "script": script,
     }
-    return re.sub(r"{{(\w+)}}", lambda field: contents[field[1]], _file("page.html"))
-
-
-def _file(name: str) -> str:
-    return files("shardc.report.dump").joinpath("page", name).read_text(encoding="utf-8")
-
-
-def _hash(text: str) -> str:
-    """The name of an inline script or style in a content security policy."""
-    return f"sha256-{b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+    return filled(page_file("page.html"), contents)
 
 
 # The data of the page.

@@ -14,6 +14,7 @@ from shardc.language.text import read_file
 from shardc.report.dump.budget import Check
 from shardc.report.dump.records import Difference, Dump
 from shardc.report.explain.records import Explained, ExplainedCollective
+from shardc.report.suggest.records import Suggested
 from shardc.schedules.trace import Trace
 
 FORMATS = ("text", "json", "dot", "html")
@@ -29,6 +30,7 @@ FORMS: Mapping[str, tuple[str, Any]] = {  # titles, and the types of records
     "explain": ("shardc explain --format json", Explained | ExplainedCollective),
     "links": ("shardc bench-links", MachineEntry),
     "stages": ("shardc stages --format json", CutStages),
+    "suggest": ("shardc suggest --format json", Suggested),
     "trace": ("shardc trace", Trace),
 }
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import suggested
 from jsonschema import Draft202012Validator
 from schemas import Properties, errors, met, objects, said
 from targets import mlp, weighed
@@ -16,7 +17,7 @@ from targets import mlp, weighed
 from shardc import Compiled, Mesh, P, Pipeline, Zero, compile
 from shardc.cli.main import main
 from shardc.language.machine import DEVICES, LINKS, Link, Machine
-from shardc.language.record import json_of
+from shardc.language.record import json_of, json_text
 from shardc.report.dump.diff import diff
 from shardc.report.dump.program_record import program_record
 from shardc.report.dump.records import Dump
@@ -27,7 +28,7 @@ from shardc.report.explain.explanation import ReasonKind
 GOLDEN = Path(__file__).parents[2] / "golden"
 COMMANDS = {
     "dump": "dump", "check": "check", "diff": "diff", "cost": "cost", "explain": "explain", "stages": "stages",
-    "trace": "trace", "bench-links": "links",
+    "trace": "trace", "bench-links": "links", "suggest": "suggest",
 }  # fmt: skip
 OF_DUMPS = set(form_schema("dump")["$defs"])  # test_dump.py compares these with dumps
 
@@ -85,7 +86,7 @@ def explained(plans: dict[str, Compiled], capsys: pytest.CaptureFixture[str]) ->
 def measured(plans: dict[str, Compiled], capsys: pytest.CaptureFixture[str]) -> list[Any]:
     link = Link(1e-5, 1e9, kinds=(("all_reduce", 1e-5, 1e9),))
     machine = Machine({"dp": link, **LINKS}, DEVICES["cpu"])
-    in_nodes = replace(machine, node=8, between="infiniband")
+    in_nodes = replace(machine, device="h100", node=8, between="infiniband")
     return [json.loads(json.dumps(each.to_json())) for each in (machine, in_nodes)]
 
 
@@ -97,6 +98,7 @@ RECORDS: dict[str, Callable[[dict[str, Compiled], pytest.CaptureFixture[str]], l
     "stages": lambda plans, capsys: [golden("stages.json")],
     "trace": lambda plans, capsys: [golden("mlp.trace.json"), json.loads(plans["piped"].timeline.chrome_trace())],
     "links": measured,
+    "suggest": lambda plans, capsys: [json.loads(json_text(suggested.found()))],
 }
 
 

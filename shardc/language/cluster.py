@@ -1,0 +1,77 @@
+"""A cluster: devices in nodes, with the links inside a node and between nodes, by name, as values or from files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from shardc.language.errors import OptionError
+from shardc.language.machine import (
+    DEFAULT_DEVICE,
+    DEFAULT_LINK,
+    LINKS,
+    Device,
+    Link,
+    Machine,
+    link_named,
+    load,
+    machine_of,
+    slowest,
+)
+
+
+def cluster(links: Any, device: Device | str | None, devices: int, nodes: int) -> Machine:
+    """The machine of a number of devices in a number of nodes.
+
+    ``links``: ``"nvlink"`` inside a node, ``("nvlink", "infiniband")`` also between nodes: presets, ``Link``s, or files
+    that ``shardc bench-links`` wrote; a Machine as it is. ``device``: likewise; by default that of a file. Raises an
+    OptionError for what has no meaning.
+    """
+    for name, count in (("devices", devices), ("nodes", nodes)):
+        if type(count) is not int or count < 1:
+            problem = "it is a whole number from 1 on"
+            raise OptionError(name, f"{count!r}", problem, f"say {name}={8 if name == 'devices' else 2}")
+    if devices % nodes:
+        remedy = f"say a number of nodes that divides {devices}"
+        raise OptionError(f"nodes={nodes}", f"{devices} devices", "nodes have equal numbers of devices", remedy)
+    if device is not None and not isinstance(device, Device) and _is_file(device):
+        device = load(device).device
+    if isinstance(links, Machine):
+        return links if device is None else machine_of(links, device)
+    inside, between, measured = _links(links)
+    if nodes > 1 and between is None:
+        known = ", ".join(LINKS)
+        remedy = f"say a second one, as in nvlink,infiniband; presets: {known}"
+        raise OptionError("links", f"{links!r}, of {nodes} nodes", "no link joins the nodes", remedy)
+    node = devices // nodes if nodes > 1 else 0
+    device = device or measured or DEFAULT_DEVICE
+    return Machine({"*": inside or DEFAULT_LINK}, device, node, between if node else None)  # type: ignore[arg-type]
+
+
+def _links(links: Any) -> tuple[Link | None, Link | None, Device | None]:
+    """The links inside a node and between nodes, and the device of a file among them."""
+    if isinstance(links, str) and "=" not in links:
+        links = tuple(links.split(","))
+    if links is None or not isinstance(links, (tuple, list)):
+        links = () if links is None else (links,)
+    if len(links) > 2:
+        problem = "there is one inside a node and one between nodes"
+        raise OptionError("links", f"{links!r}", problem, "say one or two, as in nvlink,infiniband")
+    found: list[Link] = []
+    between: Link | None = None
+    device: Device | None = None
+    for each in links:
+        if isinstance(each, Link) or (isinstance(each, str) and "=" not in each and not _is_file(each)):
+            found.append(link_named("links", each))
+            continue
+        machine = machine_of(each)  # a file, or links by axis
+        found.append(machine.links.get("*") or slowest(machine.links.values() or [DEFAULT_LINK]))
+        between = between or machine.between
+        device = device or (machine.device if _is_file(each) else None)
+    inside, *further = [*found, None][: max(1, len(found))]
+    return inside, further[0] if further else between, device
+
+
+def _is_file(name: Any) -> bool:
+    return isinstance(name, Path) or (isinstance(name, str) and (bool(Path(name).suffix) or os.path.isfile(name)))
