@@ -10,10 +10,11 @@ from typing import Any
 from torch import nn
 
 from shardc.capture.annotations import check_annotations
-from shardc.language.errors import CaptureError, ShardingError
+from shardc.language.errors import ShardingError
 from shardc.language.machine import Device
 from shardc.language.partition import P
 from shardc.options import Remat, check_call, check_model
+from shardc.search.compiling import REFUSALS
 from shardc.search.decision import decisions_of, tensors_of
 from shardc.search.pipelines import num_stages_of, with_stages
 from shardc.search.plan import Axis, Plan
@@ -161,7 +162,7 @@ class _Suggesting:
                 self.progress(f"compiling plan {len(self.whole) + 1} for the whole model: {plan.mesh}")
                 try:
                     self.whole[plan] = cost_of(self.compiler.compiled(plan).program)
-                except (ShardingError, CaptureError, NotImplementedError):
+                except REFUSALS:
                     continue
 
     @cached_property
