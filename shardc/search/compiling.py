@@ -25,11 +25,6 @@ AGREED: Pass = insert_reshards  # up to here no pass reads an option but the pip
 NUM_KEPT = 4  # agreed programs
 DEFAULT = Options()
 REFUSALS = (ShardingError, CaptureError, NotImplementedError, InternalError)  # such a plan is left out
-    ShardingError,
-    CaptureError,
-    NotImplementedError,
-    InternalError,
-)  # a plan that cannot be compiled is left out
 
 
 @dataclass(eq=False)
