@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from shardc.search.decision import Decision
-from shardc.search.plan import Axis, Cuts, Plan
 from shardc.search.price import Price, Pricer
+from shardc.search.space.decision import Decision
+from shardc.search.space.plan import Axis, Cuts, Plan
 from shardc.search.task import Task
 
 NUM_KEPT = 2  # sets that are best by one figure
+WORTH = 1e-4  # a decision makes a figure better by this part at least
 LARGEST = 8  # ranks of the axis on which sets are compared
 
 Prices = tuple[Price, ...]  # over links inside a node, and over links between nodes
@@ -67,7 +68,7 @@ class Pool:
         lowest = self._figure(cuts, figure)
         for decision in (*order, *order):
             value = self._figure(cuts ^ {decision}, figure)
-            if value < lowest:
+            if value < (1 - WORTH) * lowest:
                 cuts, lowest = cuts ^ {decision}, value
         return lowest
 

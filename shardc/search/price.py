@@ -18,7 +18,7 @@ from shardc.program.program import Program
 from shardc.program.traffic import collectives_of
 from shardc.report.explain.blocks import NUM_KEPT, lists_side_by_side, repeated_blocks, with_blocks
 from shardc.search.compiling import REFUSALS, PlanCompiler
-from shardc.search.plan import Plan
+from shardc.search.space.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
