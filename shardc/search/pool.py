@@ -56,7 +56,8 @@ class Pool:
                     lowest = self._climb(start, decisions, figure, together)
         known = [(cuts, prices) for cuts, prices in self.prices.items() if prices and start <= cuts and cuts]
         best = [sorted(known, key=lambda each: (figure(each[1]), len(each[0])))[:NUM_KEPT] for figure in FIGURES]
-        return list(dict.fromkeys(cuts for rank in zip(*best, strict=False) for cuts, _ in rank))
+        alone = [start] * bool(start and self.price(start))  # options may make it the best
+        return list(dict.fromkeys((*alone, *(cuts for rank in zip(*best, strict=False) for cuts, _ in rank))))
 
     def _climb(self, start: Cuts, decisions: Sequence[Decision], figure: Figure, cuts: Cuts = frozenset()) -> float:
         """Add decisions in the order of what each gains alone, then drop those without which the figure is better.

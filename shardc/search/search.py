@@ -174,34 +174,39 @@ class Search:
     # Options.
 
     def _options(self) -> None:
-        """ZeRO for the fastest plans; recomputation for those that do not fit with it."""
+        """ZeRO for plans that cut samples alone and for the fastest; for those that do not fit with it, recomputation."""
         num_tried, best = 0, float("inf")
-        for base in sorted(self.found.values(), key=lambda each: each.price.seconds):
+        for base in sorted(
+            self.found.values(), key=lambda each: (not _cuts_samples_alone(each.plan), each.price.seconds)
+        ):
             is_enough = num_tried >= self.breadth * (1 if best < float("inf") else 3)
-            if is_enough or GAIN * base.price.seconds > best:
+            if GAIN * base.price.seconds > best:
+                continue
+            if is_enough and not _cuts_samples_alone(base.plan):
                 return
-            variants = [base, *self._with_zero(base.plan), *self._with_all_cut(base.plan)]
-            if not any(each.price.peak <= self.task.memory for each in variants):
+            of_data, of_model = _axes_of_data(base.plan)
+            variants = [base, *self._with_zero(base.plan, of_data), *self._with_all_cut(base.plan)]
+            if not self._fitting(variants):
+                variants += self._with_zero(base.plan, of_model)
                 variants += [found for each in variants for found in self._with_remat(each.plan)]
-            fitting = [each.price.seconds for each in variants if each.price.peak <= self.task.memory]
+            fitting = [each.price.seconds for each in self._fitting(variants)]
             best, num_tried = min([best, *fitting]), num_tried + 1
 
-    def _with_zero(self, plan: Plan) -> list[Found]:
-        axes = [axis.name for axis in plan.axes if any(each.kind == "samples" for each in axis.cuts)]
+    def _fitting(self, found: Iterable[Found]) -> list[Found]:
+        return [each for each in found if each.price.peak <= self.task.memory]
+
+    def _with_zero(self, plan: Plan, axes: Iterable[str]) -> list[Found]:
         options = [Zero(axis, stage) for axis in axes for stage in self.task.stages if stage]  # type: ignore[arg-type]
         return self._priced(replace(plan, zero=zero) for zero in options)
 
     def _with_all_cut(self, plan: Plan) -> list[Found]:
         """FSDP by annotation: every parameter cut over an axis of samples, where the plan cuts none otherwise."""
-        if (
-            plan.zero
-            or 0 not in self.task.stages
-            or any(each.kind == "parameters" for axis in plan.axes for each in axis.cuts)
-        ):
+        if plan.zero or not _cuts_samples_alone(plan) or 0 not in self.task.stages:
             return []
-        names = [axis.name for axis in plan.axes if axis.cuts]
         annotations = tuple(plan.annotations.items())
-        return self._priced(replace(plan, written=(*annotations, ("param:*", P(name, ...)))) for name in names)
+        return self._priced(
+            replace(plan, written=(*annotations, ("param:*", P(axis.name, ...)))) for axis in plan.axes if axis.cuts
+        )
 
     def _with_remat(self, plan: Plan) -> list[Found]:
         return self._priced(replace(plan, remat=remat) for remat in self.task.remats if remat is not None)
@@ -227,7 +232,17 @@ def _neighbours(plan: Plan, decisions: Sequence[Decision]) -> Iterator[Plan]:
     for i, axis in enumerate(plan.axes):
         for decision in decisions:
             changed = Axis(axis.name, axis.size, axis.cuts ^ {decision})
-            yield replace(plan, axes=(*plan.axes[:i], changed, *plan.axes[i + 1 :]))
+            yield replace(plan, axes=(*plan.axes[:i], changed, *plan.axes[i + 1 :]), written=None)
+
+
+def _cuts_samples_alone(plan: Plan) -> bool:
+    return all(each.kind == "samples" for axis in plan.axes for each in axis.cuts)
+
+
+def _axes_of_data(plan: Plan) -> tuple[list[str], list[str]]:
+    """The names of the axes that cut samples, and of the others."""
+    of_data = [axis.name for axis in plan.axes if any(each.kind == "samples" for each in axis.cuts)]
+    return of_data, [axis.name for axis in plan.axes if axis.name not in of_data]
 
 
 def frontier(found: Iterable[Found]) -> list[Found]:
