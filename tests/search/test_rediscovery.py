@@ -68,7 +68,7 @@ def test_data_parallel_or_zero_where_activations_outweigh_weights(is_tight: bool
     memory = replica.memory["peak"] - 8 * parameters if is_tight else None
     first, program = first_of(call, 4, machine, memory=memory, fix=PLAIN)
     stored = sum(first.memory[name] for name in ("parameters", "gradients", "optimizer"))
-    assert prod(first.mesh.sizes[axis] for axis in program.shardings["x"].dims[0].all_axes) == 4
+    assert prod(axis.size for axis in program.shardings["x"].dims[0].all_axes) == 4
     least = 2 * 3 / 4 * 4 * parameters  # bytes: gradients are reduced, or scattered and parameters gathered
     assert least <= first.cost.wire_bytes <= (1.51 if is_tight else 1.01) * least
     assert first.fits and (stored <= 8 * parameters or not is_tight)
@@ -87,7 +87,7 @@ def test_expert_parallel_with_two_all_to_alls_forward_and_two_backward() -> None
     first, program = first_of(call(2), 8, Machine({"*": Link(1e-6, 1e11)}, DEVICE), fix=PLAIN)
     model, args = call(3)
     of_layer = counts(shardc.compile(model, **first, args=args)) - counts(program)
-    experts = set(program.shardings["blocks.0.up"].dims[0].all_axes)
+    experts = {axis.name for axis in program.shardings["blocks.0.up"].dims[0].all_axes}
     all_to_alls = {key: count for key, count in of_layer.items() if key[1] == "all_to_all"}
     assert {key[0]: count for key, count in all_to_alls.items()} == {"forward": 2, "backward": 2}
     assert all(set(key[2:]) == experts for key in all_to_alls)
