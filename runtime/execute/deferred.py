@@ -26,9 +26,9 @@ class Totals:
 class Deferred:
     """The calls of a backward part, of which ``deferred`` ones may run later.
 
-    ``slots``: those of the program's nodes. ``kept``: the slots
-    that the part returns. ``open``: the slots to be added up, which only deferred calls read at the end. A slot's total
-    is in the slot that is as many further as there are ``slots``.
+    ``slots``: those of the program's nodes. ``kept``: the slots that the part returns. ``open``: the slots to be added
+    up, which only deferred calls read at the end. A slot's total is in the slot that is as many further as there are
+    ``slots``.
     """
 
     def __init__(self, calls: Sequence[fx.Node], deferred: Collection[fx.Node], slots: Mapping[fx.Node, int],

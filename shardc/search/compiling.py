@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from torch import nn
 
 from shardc.capture.annotations import Match
 from shardc.compiler import Request, capture_model, first_program, match_annotations, resolve_pins
+from shardc.language.errors import CaptureError, InternalError, ShardingError
 from shardc.language.mesh import Mesh
 from shardc.language.partition import P
 from shardc.options import Options
@@ -22,6 +24,7 @@ from shardc.program.program import Program
 AGREED: Pass = insert_reshards  # up to here no pass reads an option but the pipeline
 NUM_KEPT = 4  # agreed programs
 DEFAULT = Options()
+REFUSALS = (ShardingError, CaptureError, NotImplementedError, InternalError)  # such a plan is left out
 
 
 @dataclass(eq=False)
@@ -40,6 +43,15 @@ class PlanCompiler:
     differentiable: tuple[str, ...] = ()
     _captured: dict[Any, tuple[Program, Program]] = field(default_factory=dict)
     _agreed: OrderedDict[Any, Program] = field(default_factory=OrderedDict)
+
+    @cached_property
+    def can_capture(self) -> bool:
+        """Whether the model runs; one that lacks some of its blocks may fail in any way."""
+        try:
+            self.annotated(Mesh(axis=1), {}, UNANNOTATED)
+        except Exception:
+            return False
+        return True
 
     def program(self, mesh: Mesh, annotations: Mapping[str, P], options: Options, until: Pass) -> Program:
         """The program after the pass ``until``. Raises what ``shardc.compile`` raises."""

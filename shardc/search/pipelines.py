@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from shardc.options import Pipeline
-from shardc.search.plan import Plan
 from shardc.search.price import Price
+from shardc.search.space.plan import Plan
 from shardc.search.task import Task
 
 AXIS = "pp"

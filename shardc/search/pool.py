@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from shardc.search.decision import Decision
-from shardc.search.plan import Axis, Cuts, Plan
 from shardc.search.price import Price, Pricer
+from shardc.search.space.decision import Decision
+from shardc.search.space.plan import Axis, Cuts, Plan
 from shardc.search.task import Task
 
 NUM_KEPT = 2  # sets that are best by one figure
+WORTH = 1e-4  # a decision makes a figure better by this part at least
 LARGEST = 8  # ranks of the axis on which sets are compared
 
 Prices = tuple[Price, ...]  # over links inside a node, and over links between nodes
@@ -43,22 +44,33 @@ class Pool:
         return list(found.values())
 
     def sets(self, start: Cuts, decisions: Sequence[Decision]) -> list[Cuts]:
-        """Sets around ``start``, the best by each figure first."""
+        """Sets around ``start``, the best by each figure first.
+
+        Where to cut all parameters by rows, or all by columns, is better than what the climb from ``start`` reaches,
+        there is a climb from there too: a chain of layers may have to change as a whole.
+        """
         for figure in FIGURES:
-            self._climb(start, decisions, figure)
+            lowest = self._climb(start, decisions, figure)
+            for together in (start | _along(decisions, 0), start | _along(decisions, 1)):
+                if self._figure(together, figure) < lowest:
+                    lowest = self._climb(start, decisions, figure, together)
         known = [(cuts, prices) for cuts, prices in self.prices.items() if prices and start <= cuts and cuts]
         best = [sorted(known, key=lambda each: (figure(each[1]), len(each[0])))[:NUM_KEPT] for figure in FIGURES]
         return list(dict.fromkeys(cuts for rank in zip(*best, strict=False) for cuts, _ in rank))
 
-    def _climb(self, start: Cuts, decisions: Sequence[Decision], figure: Figure) -> None:
-        """Add decisions in the order of what each gains alone, then drop those without which the figure is better."""
+    def _climb(self, start: Cuts, decisions: Sequence[Decision], figure: Figure, cuts: Cuts = frozenset()) -> float:
+        """Add decisions in the order of what each gains alone, then drop those without which the figure is better.
+
+        ``cuts``: the set to begin with, by default ``start``, which stays in it. Returns the best figure.
+        """
         order = sorted(decisions, key=lambda each: self._figure(start | {each}, figure))
-        cuts, lowest = start, self._figure(start, figure)
+        cuts = cuts or start
+        lowest = self._figure(cuts, figure)
         for decision in (*order, *order):
-            other = cuts ^ {decision} if decision not in start else cuts
-            value = self._figure(other, figure)
-            if value < lowest:
-                cuts, lowest = other, value
+            value = self._figure(cuts ^ {decision}, figure)
+            if value < (1 - WORTH) * lowest:
+                cuts, lowest = cuts ^ {decision}, value
+        return lowest
 
     def _figure(self, cuts: Cuts, figure: Figure) -> float:
         prices = self.price(cuts)
@@ -71,3 +83,8 @@ class Pool:
             plan = Plan((Axis("axis", size, cuts),))
             self.prices[cuts] = self.pricer.of_few(plan, self.task.extremes)
         return self.prices[cuts]
+
+
+def _along(decisions: Iterable[Decision], dim: int) -> Cuts:
+    """The decisions that cut this dim of a parameter where they begin."""
+    return frozenset(each for each in decisions if each.kind == "parameters" and each.seeds[0].dim == dim)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -11,15 +11,14 @@ from torch import nn
 from shardc.costs.count import flops_of, on_machine
 from shardc.costs.memory import memory_of
 from shardc.costs.step_time import COMPUTING, step_timeline
-from shardc.language.errors import CaptureError, ShardingError
 from shardc.language.machine import Machine
 from shardc.options import Options
 from shardc.passes.lower.overlap_collectives import overlap_collectives
 from shardc.program.program import Program
 from shardc.program.traffic import collectives_of
-from shardc.report.explain.blocks import NUM_KEPT, repeated_blocks, with_blocks
-from shardc.search.compiling import PlanCompiler
-from shardc.search.plan import Plan
+from shardc.report.explain.blocks import NUM_KEPT, lists_side_by_side, repeated_blocks, with_blocks
+from shardc.search.compiling import REFUSALS, PlanCompiler
+from shardc.search.space.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +58,9 @@ def price_of(program: Program) -> Price:
 class Pricer:
     """Prices plans of a model by compiling them for two of its repeated blocks.
 
-    A model has ``lengths`` blocks in its lists. One more block of a list costs what the third one does, so that the
-    whole model's price is a sum: of what two blocks cost, and of what each further block adds. ``num_compiled`` counts.
+    One more block of a list costs what the third one does, so that the whole model's price is a sum: of what two blocks
+    cost, and of what each further block adds. ``lists``: the names of blocks by a list's path; nothing where the model
+    does not run with fewer of them. ``num_compiled`` counts.
     """
 
     model: nn.Module
@@ -73,14 +73,20 @@ class Pricer:
 
     def __post_init__(self) -> None:
         self.lists = repeated_blocks(self.model)
-        few = {path: names[:NUM_KEPT] for path, names in self.lists.items()}
-        self.few = self._compiler(few)
-        self.longer = {path: self._compiler({**few, path: names[: NUM_KEPT + 1]}) for path, names in self.lists.items()}
+        self.few = self._compiler(self._first(NUM_KEPT, self.lists))
+        if self.lists and not self.few.can_capture:
+            self.lists, self.few = {}, self._compiler({})
+        first, one_more = self._first(NUM_KEPT, self.lists), NUM_KEPT + 1
+        together = lists_side_by_side(self.lists)
+        self.longer = {paths: self._compiler(first | self._first(one_more, paths)) for paths in together}
 
     @property
     def num_blocks(self) -> int:
-        """The blocks of all lists."""
-        return sum(map(len, self.lists.values()))
+        """The blocks that the model runs one after the other."""
+        return sum(len(self.lists[paths[0]]) for paths in self.longer)
+
+    def _first(self, count: int, paths: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        return {path: self.lists[path][:count] for path in paths}
 
     def _compiler(self, kept: Mapping[str, Sequence[str]]) -> PlanCompiler:
         return PlanCompiler(with_blocks(self.model, kept), self.args, self.kwargs, self.train)
@@ -95,12 +101,13 @@ class Pricer:
         if few is None:
             return None
         total = list(few)
-        for path, names in self.lists.items():
-            longer = self._price(self.longer[path], plan, machines)
+        for paths, compiler in self.longer.items():
+            longer = self._price(compiler, plan, machines)
             if longer is None:
                 return None
+            num_further = len(self.lists[paths[0]]) - NUM_KEPT
             for i, (price, base) in enumerate(zip(longer, few, strict=True)):
-                total[i] = total[i].plus(price.plus(base, -1), len(names) - NUM_KEPT)
+                total[i] = total[i].plus(price.plus(base, -1), num_further)
         return tuple(total)
 
     def _price(self, compiler: PlanCompiler, plan: Plan, machines: Sequence[Machine]) -> tuple[Price, ...] | None:
@@ -109,7 +116,7 @@ class Pricer:
             try:
                 program = self._program(compiler, plan)
                 self._prices[key] = tuple(price_of(on_machine(program, machine)) for machine in machines)
-            except (ShardingError, CaptureError, NotImplementedError):
+            except REFUSALS:
                 self._prices[key] = None
         return self._prices[key]
 

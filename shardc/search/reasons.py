@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from shardc.language.text import bytes_text, seconds_text
-from shardc.search.plan import Axis, Plan
 from shardc.search.search import Found
+from shardc.search.space.plan import Axis, Plan
 from shardc.search.suggestion import python_text
 from shardc.search.task import Task
 

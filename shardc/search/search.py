@@ -7,8 +7,8 @@ It goes from small questions to large ones. Every plan is priced by the compiler
 3. Options: ZeRO for the fastest of these plans, and recomputation where memory asks for it.
 4. Refinement: single decisions of the best plans are taken out or put in until nothing gets better.
 
-State: ``found``, the whole plans so far. All of it is deterministic. Plans whose figures differ by less than ``EQUAL``
-count as equal, and the one with fewer options and annotations is better.
+State: ``found``, the whole plans so far. All of it is deterministic. Of plans whose figures are equal up to rounding,
+the one with fewer options and annotations is better.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, product
 from math import floor, log
 
+from shardc.language.partition import P
 from shardc.options import Zero
-from shardc.search.decision import Decision
-from shardc.search.meshes import is_possible, named_axes, shapes
-from shardc.search.plan import Axis, Cuts, Plan
 from shardc.search.pool import Pool
 from shardc.search.price import Price, Pricer
+from shardc.search.space.decision import Decision
+from shardc.search.space.meshes import is_possible, named_axes, shapes
+from shardc.search.space.plan import Axis, Cuts, Plan
 from shardc.search.task import Task
 
-EQUAL = 1e-3
+EQUAL = 1e-6
+WORTH = 1e-4  # a change of a plan is better by this part at least
 BREADTH = 8
 BREADTH_OF_STAGES = 2  # for the devices of a pipeline's stage
 NUM_REFINED = 2
@@ -50,6 +52,14 @@ class Found:
         size = len(self.plan.options) + len(annotations)
         text = f"{annotations}"
         return excess, floor(log(figure) / EQUAL), size, len(self.plan.axes), len(text), f"{self.plan.mesh}", text
+
+    def is_better(self, other: Found, task: Task) -> bool:
+        """Whether it is worth a change: it fits and the other does not, or its figure is clearly less."""
+        excess, excess_of_other = (max(0.0, each.price.peak - task.memory) for each in (self, other))
+        if excess != excess_of_other:
+            return excess < excess_of_other
+        figure, before = (task.figure(each.price.seconds, each.price.peak) for each in (self, other))
+        return figure < (1 - WORTH) * before
 
 
 @dataclass(eq=False)
@@ -170,7 +180,7 @@ class Search:
             is_enough = num_tried >= self.breadth * (1 if best < float("inf") else 3)
             if is_enough or GAIN * base.price.seconds > best:
                 return
-            variants = [base, *self._with_zero(base.plan)]
+            variants = [base, *self._with_zero(base.plan), *self._with_all_cut(base.plan)]
             if not any(each.price.peak <= self.task.memory for each in variants):
                 variants += [found for each in variants for found in self._with_remat(each.plan)]
             fitting = [each.price.seconds for each in variants if each.price.peak <= self.task.memory]
@@ -180,6 +190,18 @@ class Search:
         axes = [axis.name for axis in plan.axes if any(each.kind == "samples" for each in axis.cuts)]
         options = [Zero(axis, stage) for axis in axes for stage in self.task.stages if stage]  # type: ignore[arg-type]
         return self._priced(replace(plan, zero=zero) for zero in options)
+
+    def _with_all_cut(self, plan: Plan) -> list[Found]:
+        """FSDP by annotation: every parameter cut over an axis of samples, where the plan cuts none otherwise."""
+        if (
+            plan.zero
+            or 0 not in self.task.stages
+            or any(each.kind == "parameters" for axis in plan.axes for each in axis.cuts)
+        ):
+            return []
+        names = [axis.name for axis in plan.axes if axis.cuts]
+        annotations = tuple(plan.annotations.items())
+        return self._priced(replace(plan, written=(*annotations, ("param:*", P(name, ...)))) for name in names)
 
     def _with_remat(self, plan: Plan) -> list[Found]:
         return self._priced(replace(plan, remat=remat) for remat in self.task.remats if remat is not None)
@@ -196,7 +218,7 @@ class Search:
             before = best
             for plan in _neighbours(best.plan, decisions):
                 found = self.price(plan, best.plan)
-                if found is not None and found.rank(self.task) < best.rank(self.task):
+                if found is not None and found.is_better(best, self.task):
                     best = found
             is_better = best is not before
 

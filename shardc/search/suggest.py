@@ -10,18 +10,19 @@ from typing import Any
 from torch import nn
 
 from shardc.capture.annotations import check_annotations
-from shardc.language.errors import CaptureError, ShardingError
+from shardc.language.errors import ShardingError
 from shardc.language.machine import Device
 from shardc.language.partition import P
 from shardc.options import Remat, check_call, check_model
-from shardc.search.decision import decisions_of, tensors_of
+from shardc.search.compiling import REFUSALS
 from shardc.search.pipelines import num_stages_of, with_stages
-from shardc.search.plan import Axis, Plan
 from shardc.search.price import Price, Pricer
 from shardc.search.question import question, with_batch
 from shardc.search.reasons import reasons
 from shardc.search.search import Found, Progress, Search
-from shardc.search.shorten import Annotations, shortened
+from shardc.search.space.decision import decisions_of, tensors_of
+from shardc.search.space.plan import Axis, Plan
+from shardc.search.space.shorten import Annotations, shortened
 from shardc.search.suggestion import Candidate, Suggestion, Suggestions, python_text
 from shardc.search.task import Objective, Task
 from shardc.search.whole import Cost, WholeCompiler, cost_of
@@ -161,7 +162,7 @@ class _Suggesting:
                 self.progress(f"compiling plan {len(self.whole) + 1} for the whole model: {plan.mesh}")
                 try:
                     self.whole[plan] = cost_of(self.compiler.compiled(plan).program)
-                except (ShardingError, CaptureError, NotImplementedError):
+                except REFUSALS:
                     continue
 
     @cached_property

@@ -9,7 +9,7 @@ from typing import Literal
 from shardc.language.machine import Machine
 from shardc.language.partition import P
 from shardc.options import Pipeline, Precision, Remat
-from shardc.search.plan import Axis, Plan
+from shardc.search.space.plan import Axis, Plan
 
 Objective = Literal["time", "memory"]
 

@@ -19,7 +19,7 @@ from shardc.program.communication import is_collective
 from shardc.program.program import Program
 from shardc.program.stages import has_stages
 from shardc.program.traffic import collectives_of
-from shardc.search.plan import Plan
+from shardc.search.space.plan import Plan
 from shardc.search.task import Task
 
 

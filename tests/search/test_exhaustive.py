@@ -16,10 +16,10 @@ from torch import nn
 import shardc
 from shardc import Zero
 from shardc.language.machine import Device, Link, Machine
-from shardc.search.decision import Decision, decisions_of, tensors_of
-from shardc.search.meshes import is_possible, named_axes
-from shardc.search.plan import Plan
 from shardc.search.price import Price, Pricer
+from shardc.search.space.decision import Decision, decisions_of, tensors_of
+from shardc.search.space.meshes import is_possible, named_axes
+from shardc.search.space.plan import Plan
 
 SHAPES = ((4,), (2, 2))
 EQUAL = 1e-3  # plans whose predicted times differ by less than this part count as equal

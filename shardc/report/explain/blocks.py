@@ -41,6 +41,14 @@ def _form(module: nn.Module) -> object:
     return type(module), tuple((name, tuple(tensor.shape)) for name, tensor in state)
 
 
+def lists_side_by_side(lists: Mapping[str, tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """The paths of lists in groups: of one length and beside each other, since a model may walk them side by side."""
+    groups: dict[tuple[str, int], list[str]] = {}
+    for path, names in lists.items():
+        groups.setdefault((path.rpartition(".")[0], len(names)), []).append(path)
+    return list(map(tuple, groups.values()))
+
+
 def nearest_blocks(lists: Mapping[str, tuple[str, ...]], names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """Two blocks of each list: those that contain what is named, by the paths of modules or parameters, come first."""
     parts, kept = [name.split(".") for name in names], dict[str, tuple[str, ...]]()

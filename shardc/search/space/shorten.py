@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from shardc.language.partition import P
-from shardc.search.plan import Plan
+from shardc.search.space.plan import Plan
 
 Annotations = dict[str, P]
 

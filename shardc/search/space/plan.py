@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shardc.language.mesh import Mesh
 from shardc.language.partition import P
 from shardc.options import Pipeline, Precision, Remat, Zero
-from shardc.search.decision import Decision, Place
+from shardc.search.space.decision import Decision, Place
 
 Cuts = frozenset[Decision]
 

@@ -16,7 +16,7 @@ from shardc.passes.order import PROPAGATED
 from shardc.program.node import arguments, is_annotation
 from shardc.program.program import Program
 from shardc.search.compiling import PlanCompiler
-from shardc.search.names import parameter_globs
+from shardc.search.space.names import parameter_globs
 
 AXIS = "axis"  # of the mesh of two ranks on which cuts are tried
 MOST_SEEDS = 4

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from shardc.search.decision import Decision
-from shardc.search.plan import Axis, Cuts
+from shardc.search.space.decision import Decision
+from shardc.search.space.plan import Axis, Cuts
 
 
 def shapes(devices: int, num_axes: int) -> Iterator[tuple[int, ...]]:
