@@ -45,7 +45,12 @@ from shardc.runtime.measure.links import UNNAMED, bench_links
 WARM = 1  # steps that are not timed
 WITHIN = 0.05  # of the fastest plan, as the first suggestion should be
 FIRST = 2  # plans by prediction, among which the fastest should be
-MODELS = {"small": ("small", False), "medium": ("medium", False), "moe": ("small", True)}  # size, experts
+MODELS = {
+    "tiny": ("tiny", False),
+    "small": ("small", False),
+    "medium": ("medium", False),
+    "moe": ("small", True),
+}  # size, experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +214,7 @@ def main() -> int:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS)[1:])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--link-rounds", type=int, default=5, help="rounds in which links and processors are measured")
