@@ -59,6 +59,13 @@ def question(
     )
 
 
+def check_counts(**counts: Any) -> None:
+    """Raise an OptionError for a number that counts and is none from 1 on."""
+    for name, count in counts.items():
+        if type(count) is not int or count < 1:
+            raise OptionError("suggest", f"{name}={count!r}", "it counts from 1 on", f"say {name}=8")
+
+
 def _check_fixed(fixed: Mapping[str, tuple[Any, ...]], devices: int) -> None:
     """Raise an OptionError for a name or a value of ``fix`` that no plan has."""
     for name, values in fixed.items():

@@ -140,6 +140,8 @@ class Search:
         data, model = self.data, [*self.model, *[frozenset[Decision]()] * bool(self.task.given)]
         for precision in self.task.precisions:
             blank = Plan((), tuple(self.task.given.items()), precision=precision)
+            if self.task.devices == 1:
+                self.price(replace(blank, axes=(Axis("dp", 1),)))
             self._on_shapes([(each,) for each in (*data, *model)], 1, blank)
             pairs = self._best_pairs(list(product(data, model)), blank)
             self._on_shapes(pairs, 2, blank)
@@ -174,11 +176,9 @@ class Search:
     # Options.
 
     def _options(self) -> None:
-        """ZeRO for plans that cut samples alone and for the fastest; for those that do not fit with it, recomputation."""
+        """ZeRO for plans that cut samples alone and for the fastest; recomputation where they do not fit with it."""
         num_tried, best = 0, float("inf")
-        for base in sorted(
-            self.found.values(), key=lambda each: (not _cuts_samples_alone(each.plan), each.price.seconds)
-        ):
+        for base in sorted(self.found.values(), key=_samples_alone_then_time):
             is_enough = num_tried >= self.breadth * (1 if best < float("inf") else 3)
             if GAIN * base.price.seconds > best:
                 continue
@@ -217,22 +217,29 @@ class Search:
     # Refinement.
 
     def _refine(self, start: Found, decisions: Sequence[Decision]) -> None:
-        """Take single decisions out of a plan's axes or put them in, as long as that makes it better."""
+        """Change one thing of a plan at a time, as long as that makes it better."""
         best, is_better = start, True
         while is_better:
             before = best
-            for plan in _neighbours(best.plan, decisions):
+            for plan in self._neighbours(best.plan, decisions):
                 found = self.price(plan, best.plan)
                 if found is not None and found.is_better(best, self.task):
                     best = found
             is_better = best is not before
 
+    def _neighbours(self, plan: Plan, decisions: Sequence[Decision]) -> Iterator[Plan]:
+        """Plans with a decision more or less on an axis, with a set of the pool on it, or with other ZeRO."""
+        for i, axis in enumerate(plan.axes):
+            pool = self.data if any(each.kind == "samples" for each in axis.cuts) else self.model
+            for cuts in dict.fromkeys((*(axis.cuts ^ {each} for each in decisions), *pool)):
+                changed = Axis(axis.name, axis.size, cuts)
+                yield replace(plan, axes=(*plan.axes[:i], changed, *plan.axes[i + 1 :]), written=None)
+        zeros = (Zero(axis.name, stage) for axis in plan.axes for stage in self.task.stages if stage)  # type: ignore[arg-type]
+        yield from (replace(plan, zero=zero) for zero in (None, *zeros))
 
-def _neighbours(plan: Plan, decisions: Sequence[Decision]) -> Iterator[Plan]:
-    for i, axis in enumerate(plan.axes):
-        for decision in decisions:
-            changed = Axis(axis.name, axis.size, axis.cuts ^ {decision})
-            yield replace(plan, axes=(*plan.axes[:i], changed, *plan.axes[i + 1 :]), written=None)
+
+def _samples_alone_then_time(found: Found) -> tuple[bool, float]:
+    return not _cuts_samples_alone(found.plan), found.price.seconds
 
 
 def _cuts_samples_alone(plan: Plan) -> bool:

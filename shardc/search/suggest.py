@@ -85,7 +85,9 @@ def suggest(
     args, kwargs, num_samples = with_batch(model, args, kwargs, batch)
     pricer = Pricer(model, args, kwargs, optimizer)
     remats = [Remat(f"{path}.*".lstrip(".")) for path in list(pricer.lists)[:1]]
-    task = question(devices, annotations, memory, links, device, nodes, fix or {}, objective, optimizer, remats)
+    task = question(
+        devices, annotations, memory, links, device, nodes, fix or {}, objective, optimizer, batch, top, remats
+    )
     return _Suggesting(model, args, kwargs, num_samples, task, pricer, top, progress or (lambda what: None)).run()
 
 
