@@ -17,7 +17,7 @@ from shardc.options import Remat, check_call, check_model
 from shardc.search.compiling import REFUSALS
 from shardc.search.pipelines import num_stages_of, with_stages
 from shardc.search.price import Price, Pricer
-from shardc.search.question import question, with_batch
+from shardc.search.question import check_counts, question, with_batch
 from shardc.search.reasons import reasons
 from shardc.search.search import Found, Progress, Search
 from shardc.search.space.decision import decisions_of, tensors_of
@@ -82,12 +82,13 @@ def suggest(
     check_model(model)
     check_call(args, kwargs, True, (), False)
     check_annotations(annotations or {})
+    check_counts(top=top, batch=1 if batch is None else batch)
     args, kwargs, num_samples = with_batch(model, args, kwargs, batch)
     pricer = Pricer(model, args, kwargs, optimizer)
     remats = [Remat(f"{path}.*".lstrip(".")) for path in list(pricer.lists)[:1]]
     task = question(
-        devices, annotations, memory, links, device, nodes, fix or {}, objective, optimizer, batch, top, remats
-    )
+        devices, annotations, memory, links, device, nodes, fix or {}, objective, optimizer, remats,
+    )  # fmt: skip
     return _Suggesting(model, args, kwargs, num_samples, task, pricer, top, progress or (lambda what: None)).run()
 
 

@@ -22,7 +22,7 @@ from shardc.search.space.meshes import is_possible, named_axes
 from shardc.search.space.plan import Plan
 
 SHAPES = ((4,), (2, 2))
-EQUAL = 1e-3  # plans whose predicted times differ by less than this part count as equal
+EQUAL = 1e-4  # the search changes no plan for less
 DEVICE = Device({"float32": 1e13}, 1e12)
 MACHINES = {
     "fast links": Machine({"*": Link(1e-6, 3e11)}, DEVICE),
@@ -82,15 +82,13 @@ def limit_between(name: str, machine: str, part: float) -> int:
 
 
 @pytest.mark.xdist_group("exhaustive")
-@pytest.mark.parametrize("part", few((None, 0.5, 0.0), None, 0.0))
+@pytest.mark.parametrize("part", few((None, 1.0, 0.5, 0.0), None, 1.0, 0.0))
 @pytest.mark.parametrize("machine", few(MACHINES, "fast links", "slow links between two nodes"))
 @pytest.mark.parametrize("name", few(MODELS, "rows"))
 def test_of_all_plans_on_four_ranks_none_is_better_than_the_first_suggestion(
-    name: str, machine: str, part: float | None, request: pytest.FixtureRequest
+    name: str, machine: str, part: float | None
 ) -> None:
     """``part``: of the memory that the fastest plan needs beyond the smallest; None for no limit."""
-    if part == 0.0:
-        request.applymarker(pytest.mark.xfail(reason="the search tries ZeRO on no axis without samples"))
     limit = None if part is None else limit_between(name, machine, part)
     best, plan = best_of(name, machine, limit or float("inf"))
     model, args = MODELS[name]()
