@@ -26,10 +26,12 @@ class Estimate:
 
 
 def num_stages_of(task: Task, num_blocks: int) -> list[int]:
-    """The numbers of stages that are tried: those that divide the devices and leave a block for each stage."""
-    sizes = task.sizes.get(AXIS, range(2, min(task.devices, num_blocks) + 1))
-    is_allowed = task.pipelines is None or any(task.pipelines)
-    return [each for each in sizes if is_allowed and each > 1 and task.devices % each == 0]
+    """The numbers of stages that are tried: those that divide the devices, a block for each unless they are fixed."""
+    if task.pipelines is not None and not any(task.pipelines):
+        return []
+    most = task.devices if task.pipelines else min(task.devices, num_blocks)
+    sizes = task.sizes.get(AXIS, range(2, most + 1))
+    return [each for each in sizes if each > 1 and task.devices % each == 0]
 
 
 def with_stages(

@@ -103,12 +103,16 @@ class Search:
         return frontier(part.found.values())
 
     def best(self, count: int = 1) -> list[Found]:
-        """The best plans so far, one for each mesh and set of options."""
-        by_kind: dict[object, Found] = {}
+        """The best plans so far, one for each mesh and set of options, and for each mesh and price."""
+        kinds, prices, best = set[object](), set[object](), list[Found]()
         for each in sorted(self.found.values(), key=lambda each: each.rank(self.task)):
-            if self.task.permits(each.plan):
-                by_kind.setdefault((str(each.plan.mesh), each.plan.options), each)
-        return list(by_kind.values())[:count]
+            mesh = str(each.plan.mesh)
+            kind, price = (mesh, each.plan.options), (mesh, each.price)
+            if self.task.permits(each.plan) and kind not in kinds and price not in prices:
+                best.append(each)
+                kinds.add(kind)
+                prices.add(price)
+        return best[:count]
 
     def _best_text(self) -> str:
         return "".join(f", the best {each.plan.mesh}, {1e3 * each.price.seconds:.1f} ms" for each in self.best())
@@ -145,7 +149,8 @@ class Search:
             self._on_shapes([(each,) for each in (*data, *model)], 1, blank)
             pairs = self._best_pairs(list(product(data, model)), blank)
             self._on_shapes(pairs, 2, blank)
-            if self.task.machine.between is not None:
+            if self.task.machine.between is not None:  # then the order of axes matters
+                self._on_shapes([pair[::-1] for pair in pairs[: self.breadth // 2]], 2, blank)
                 self._on_shapes([(each, each) for each in data[:2]], 2, blank)
             triples = [(first, other, second) for first, second in pairs for other in model if other != second]
             self._on_shapes(triples[: self.breadth // 2], 3, blank)

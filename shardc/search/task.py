@@ -55,12 +55,12 @@ class Task:
 
     def permits(self, plan: Plan) -> bool:
         """Whether a plan has options that are allowed, and stages where they are fixed."""
-        stage, num_stages = plan.zero.stage if plan.zero else 0, self.sizes.get("pp", (plan.num_stages,))
-        is_one = plan.remat is not None and plan.remat.budget is not None and len(self.remats) > 1
-        has_options = (
-            stage in self.stages and (is_one or plan.remat in self.remats) and plan.precision in self.precisions
-        )
-        return has_options and plan.num_stages in num_stages
+        stage = plan.zero.stage if plan.zero else 0
+        is_budget = plan.remat is not None and plan.remat.budget is not None and any(self.remats)
+        has_remat = is_budget or plan.remat in self.remats
+        has_pipeline = self.pipelines is None or plan.pipeline in self.pipelines
+        has_stages = plan.num_stages in self.sizes.get("pp", (plan.num_stages,))
+        return stage in self.stages and has_remat and has_pipeline and has_stages and plan.precision in self.precisions
 
     def of_stage(self, num_stages: int) -> Task:
         """The task for the devices of one stage of a pipeline, which have the memory of all stages."""
