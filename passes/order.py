@@ -141,15 +141,19 @@ class Snapshots(Mapping[str, Program]):
         self._programs = dict(kept)
 
     def __getitem__(self, name: str) -> Program:
+        places = {each: i for i, each in enumerate(self)}
+        until = places[name]
         if name not in self._programs:
-            names = list(self)
-            until = names.index(name)
-            last = max(i for i in range(until) if names[i] in self._programs)
-            run_passes(self._programs[names[last]], self._keep, PASSES[last - 1] if last else None, PASSES[until - 1])
+            start = max((each for each in self._programs if places[each] < until), key=places.__getitem__)
+            last = places[start]
+            run_passes(self._programs[start], self._keep, PASSES[last - 1] if last else None, PASSES[until - 1])
         return self._programs[name]
 
     def _keep(self, name: str, program: Program, seconds: float) -> None:
         self._programs.setdefault(name, program)
+
+    def __contains__(self, name: object) -> bool:
+        return name in list(self)
 
     def __iter__(self) -> Iterator[str]:
         return iter((CAPTURE, *(each.__name__ for each in PASSES)))

@@ -32,6 +32,7 @@ from typing import Any
 from torch import fx
 
 from shardc.costs.count import flops_of_call
+from shardc.language.machine import LOCAL_KINDS
 from shardc.program.collective import group_size
 from shardc.program.communication import bucket, is_collective, is_early, layer, members, move_before
 from shardc.program.lifetime import owners_of, split
@@ -44,7 +45,7 @@ def overlap_collectives(program: Program) -> Program:
     program = program.copy()
     _count_first(program)
     backward = split(program).backward
-    order = _put_off(program, backward)
+    order = _put_off(backward)
     if order != list(backward):
         for node in order:  # nothing before backward reads its results
             program.output_node.prepend(node)
@@ -97,13 +98,11 @@ def _count_first(program: Program) -> None:
 
     Of a pipeline they are known before the first microbatch.
     """
-    if program.num_stages > 1:
-        return
     stored = {node for node, put in zip(program.placeholders, program.inputs, strict=True) if put.kind != "input"}
     forward = split(program).forward
     single = [node for node in forward if not program.has_many(node) and not program.type(node).shape]
     early = set[fx.Node]()
-    for needed in (ancestors(node) for node in single if _sends(program, node)):
+    for needed in map(ancestors, filter(_is_sent, single) if program.num_stages == 1 else ()):
         if stored.isdisjoint(needed) and not any(flops_of_call(program, node) for node in needed & set(forward)):
             early |= needed
     place = next((node for node in forward if node not in early), None)
@@ -112,14 +111,10 @@ def _count_first(program: Program) -> None:
             place.prepend(node)
 
 
-def _put_off(program: Program, part: Sequence[fx.Node]) -> list[fx.Node]:
-    """The order in which calls that no collective needs run while one is under way.
-
-    A bucket is none of these: its results are gradients, or parameters that are gathered a layer ahead.
-    """
+def _put_off(part: Sequence[fx.Node]) -> list[fx.Node]:
+    """The order in which calls that no collective needs run while one is under way."""
     within = set(part)
-    sent = [node for node in part if node.target is not bucket and _sends(program, node)]
-    waited = {node for node in sent if not within.isdisjoint(node.users)}
+    waited = {node for node in part if _is_sent(node) and not within.isdisjoint(node.users)}
     urgent = ancestors(*waited)
     order: list[fx.Node] = []
     later: list[fx.Node] = []
@@ -133,3 +128,8 @@ def _put_off(program: Program, part: Sequence[fx.Node]) -> list[fx.Node]:
         if node in waited or not is_urgent:
             pending.add(node)
     return order + later
+
+
+def _is_sent(node: fx.Node) -> bool:
+    """Whether a call exchanges data on any mesh: on all of them the order of the program is the same."""
+    return node.target is not bucket and any(part.kind not in LOCAL_KINDS for part in members(node))

@@ -69,12 +69,12 @@ class InductorExecutor(Executor):
 class CompiledPart:
     """One compiled part. State: ``_sent``: the traffic of a run."""
 
-    def __init__(self, part: PartRunner, example: Sequence[Tensor], comm: Comm) -> None:
+    def __init__(self, part: PartRunner, example: Sequence[Any], comm: Comm) -> None:
+        """``example``: the values that the part reads, of several ranks a list with an entry for each of them."""
         self._comm = comm
-        assert all(isinstance(value, Tensor) for value in example), list(map(type, example))
         self._sent = [replace(traffic, calls=Counter(), bytes=Counter()) for traffic in comm.traffic]
         self._exchange(self._sent)
-        forward = part.module(1).forward
+        forward = part.module(len(comm.positions)).forward
         graph = make_fx(lambda *values: forward(list(values), comm), tracing_mode="fake")(*example)
         self._exchange(self._sent)
         # Not the module: its call goes through the traceback of an error, such as a guard raises, which Dynamo traces.

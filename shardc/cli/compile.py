@@ -23,7 +23,7 @@ from shardc.options import Precision
 
 if TYPE_CHECKING:
     from shardc.api import Compiled
-    from shardc.cli.target import Target
+    from shardc.cli.targets.target import Target
 
 
 def compiled(options: argparse.Namespace) -> Compiled:
@@ -38,7 +38,7 @@ def load(options: argparse.Namespace, device: str) -> Target:
     with progress(f"loading {options.target}"):
         target = load_quietly(options, device)
     if options.target.startswith("hf:"):
-        from shardc.cli.target import sizes_text
+        from shardc.cli.targets.target import sizes_text
 
         print(printable(f"shardc: {sizes_text(options.target, target)}"), file=sys.stderr)
     return target
@@ -46,7 +46,7 @@ def load(options: argparse.Namespace, device: str) -> Target:
 
 def load_quietly(options: argparse.Namespace, device: str) -> Target:
     """Load the model, inputs and annotations of TARGET; made-up inputs are on ``device``."""
-    from shardc.cli.target import TargetOptions, load_target
+    from shardc.cli.targets.target import TargetOptions, load_target
 
     target_options = TargetOptions(dict(options.settings), options.batch, options.seq, device)
     return load_target(options.target, target_options, options.mesh)

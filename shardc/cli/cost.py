@@ -140,7 +140,7 @@ class SymbolicTarget:
 
     def compile(self, point: Mapping[str, int]) -> Compiled:
         """Compile the target at the sizes of a point."""
-        from shardc.cli.target import set_list_length, with_input_sizes
+        from shardc.cli.targets.target import set_list_length, with_input_sizes
         from shardc.report.symbolic.symbolic_program import mesh_at
 
         options = copy.copy(self.options)
@@ -160,7 +160,7 @@ class SymbolicTarget:
 
 def symbolic_target(options: argparse.Namespace) -> SymbolicTarget:
     """The target with the names that ``--symbol`` gives. Raises a UsageError for a name of nothing."""
-    from shardc.cli.target import default_sizes, input_shapes, module_lists
+    from shardc.cli.targets.target import default_sizes, input_shapes, module_lists
     from shardc.report.symbolic.plan import Repeated
 
     target = load_quietly(options, "meta")

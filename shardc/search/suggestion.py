@@ -51,9 +51,7 @@ class Suggestion(Mapping[str, Any]):
     axis_links: Mapping[str, str] = field(default_factory=dict)
 
     def __getitem__(self, key: str) -> Any:
-        if key not in KEYS:
-            raise KeyError(key)
-        return getattr(self, key)
+        return {name: getattr(self, name) for name in KEYS}[key]
 
     def __iter__(self) -> Iterator[str]:
         return iter(KEYS)

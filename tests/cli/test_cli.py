@@ -12,7 +12,7 @@ from targets import mlp
 from shardc import Mesh, P, compile, verify
 from shardc.cli import dump
 from shardc.cli.main import main
-from shardc.cli.target import TargetOptions, load_target
+from shardc.cli.targets.target import TargetOptions, load_target
 from shardc.language.errors import UsageError
 
 HERE = Path(__file__).parents[1] / "support"

@@ -15,7 +15,7 @@ from schemas import errors
 
 import shardc
 from shardc.cli.main import main
-from shardc.cli.target import TargetOptions, load_target
+from shardc.cli.targets.target import TargetOptions, load_target
 from shardc.language.machine import Machine
 from shardc.report.dump.schema import form_schema
 

@@ -64,9 +64,9 @@ TORCH_FREE = {  # `shardc --help` and `shardc diff` of two files answer without 
 }
 TORCH_FREE_ROOMS = ("shardc.schedules", "shardc.cli")
 LOADS_MODELS = {
-    "shardc.cli.target",
-    "shardc.cli.huggingface.inputs",
-    "shardc.cli.huggingface.model",
+    "shardc.cli.targets.target",
+    "shardc.cli.targets.inputs",
+    "shardc.cli.targets.model",
 }  # commands import it once they need a model
 MAY_READ_TORCHS_META = {"shardc.capture.capture", "shardc.capture.assembly", "shardc.program.opaque"}
 MAY_CUT_GRAPHS = {

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardc import Mesh, Pipeline, Precision, Remat, Zero
 from shardc.api import Compiled, compile
-from shardc.cli.target import TargetOptions, load_target
+from shardc.cli.targets.target import TargetOptions, load_target
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GPT = f"{EXAMPLES / 'gpt.py'}:gpt"

@@ -11,8 +11,8 @@ from torch import nn
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from shardc.cli.huggingface.inputs import Inputs, Sizes, made_up
-from shardc.cli.huggingface.model import complete, model_classes, on_meta
+from shardc.cli.targets.inputs import Inputs, Sizes, made_up
+from shardc.cli.targets.model import complete, model_classes, on_meta
 
 VOCAB = 99
 MOST_PARAMETERS = 60_000_000

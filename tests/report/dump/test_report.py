@@ -15,7 +15,7 @@ import shardc
 from shardc import Mesh, P, Pipeline, ShardingError, Zero, blocks
 from shardc.api import Compiled
 from shardc.cli.main import main
-from shardc.cli.target import TargetOptions, load_target
+from shardc.cli.targets.target import TargetOptions, load_target
 from shardc.costs.memory import memory_curve, memory_of
 from shardc.report.dump.dump import dump
 from shardc.report.dump.html import report_record

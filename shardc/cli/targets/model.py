@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardc.cli.huggingface.inputs import HAS_VALUES, Inputs, Sizes, made_up, text_inputs
+from shardc.cli.targets.inputs import HAS_VALUES, Inputs, Sizes, made_up, text_inputs
 from shardc.language.errors import UsageError
 
 # Kinds of models by the names of transformers' mappings: those that models are trained as come before others.

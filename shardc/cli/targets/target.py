@@ -22,7 +22,7 @@ from torch import nn
 
 from shardc.capture.call import call_leaves, flatten, rebuild
 from shardc.capture.refusals import failing_line
-from shardc.cli.huggingface.model import model_and_inputs
+from shardc.cli.targets.model import model_and_inputs
 from shardc.language.errors import ShardingError, UsageError, did_you_mean, raise_all
 from shardc.language.mesh import Mesh
 from shardc.language.partition import P
