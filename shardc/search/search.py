@@ -172,11 +172,14 @@ class Search:
         return sorted(every, key=lambda shape: (max(shape) / min(shape), shape[::-1]))
 
     def _on_shapes(self, cuts: Iterable[tuple[Cuts, ...]], num_axes: int, blank: Plan) -> None:
+        fastest = min(self.found.values(), key=lambda each: each.price.seconds, default=None)
         for shape, each in product(self._shapes(num_axes), cuts):
-            self._on_shape(shape, each, blank)
+            self._on_shape(shape, each, blank, fastest.plan if fastest else None)
 
-    def _on_shape(self, shape: Sequence[int], cuts: Sequence[Cuts], blank: Plan) -> Found | None:
-        return self.price(replace(blank, axes=named_axes(shape, cuts, self.task.given_axes)))
+    def _on_shape(
+        self, shape: Sequence[int], cuts: Sequence[Cuts], blank: Plan, than: Plan | None = None
+    ) -> Found | None:
+        return self.price(replace(blank, axes=named_axes(shape, cuts, self.task.given_axes)), than)
 
     # Options.
 

@@ -27,8 +27,8 @@ from shardc.search.suggestion import Candidate, Suggestion, Suggestions, python_
 from shardc.search.task import Objective, Task
 from shardc.search.whole import Cost, WholeCompiler, cost_of
 
-NUM_WHOLE = 6  # plans that are compiled whole, with and without a pipeline each, at least
-PROMISING = 1.3  # a pipeline is compiled where it is estimated to take no longer than the best plan by this factor
+NUM_WHOLE = 3  # plans that are compiled whole, with a pipeline and without, at least
+PROMISING = 1.15  # a pipeline is compiled where it is estimated to take no longer than the best plan by this factor
 
 
 def suggest(

@@ -1,1 +1,1 @@
-"""TARGET: a model and its inputs, from a function or from transformers: default config, random weights, made-up inputs."""
+"""TARGET: a model and its inputs, from a function or from transformers by type, with made-up inputs."""
