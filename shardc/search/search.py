@@ -32,6 +32,7 @@ WORTH = 1e-4  # a change of a plan is better by this part at least
 BREADTH = 8
 BREADTH_OF_STAGES = 2  # for the devices of a pipeline's stage
 NUM_REFINED = 2
+NUM_SIMPLE, NEAR = 2, 1.02  # short plans that are compiled whole where they take no longer than this times the best
 GAIN = 0.8  # options make a plan no faster than this part of its time
 
 Progress = Callable[[str], None]
@@ -114,6 +115,14 @@ class Search:
                 prices.add(price)
         return best[:count]
 
+    def finalists(self, count: int) -> list[Found]:
+        """The best plans, and those of the fewest annotations that two blocks tell to be about as good."""
+        best = self.best(len(self.found))
+        near = [each for each in best if each.price.seconds <= NEAR * best[0].price.seconds]
+        near = [each for each in near if each.price.peak <= self.task.memory]
+        simple = sorted(near, key=lambda each: len(each.plan.annotations))[:NUM_SIMPLE]
+        return list({each.plan: each for each in (*best[:count], *simple)}.values())
+
     def _best_text(self) -> str:
         return "".join(f", the best {each.plan.mesh}, {1e3 * each.price.seconds:.1f} ms" for each in self.best())
 
@@ -190,7 +199,7 @@ class Search:
             is_enough = num_tried >= self.breadth * (1 if best < float("inf") else 3)
             if GAIN * base.price.seconds > best:
                 continue
-            if is_enough and not _cuts_samples_alone(base.plan):
+            if is_enough:
                 return
             of_data, of_model = _axes_of_data(base.plan)
             variants = [base, *self._with_zero(base.plan, of_data), *self._with_all_cut(base.plan)]
@@ -204,7 +213,8 @@ class Search:
         return [each for each in found if each.price.peak <= self.task.memory]
 
     def _with_zero(self, plan: Plan, axes: Iterable[str]) -> list[Found]:
-        options = [Zero(axis, stage) for axis in axes for stage in self.task.stages if stage]  # type: ignore[arg-type]
+        stages = [stage for stage in self.task.stages if stage > 1] or self.task.stages  # 1 takes the time of 2
+        options = [Zero(axis, stage) for axis in axes for stage in stages if stage]  # type: ignore[arg-type]
         return self._priced(replace(plan, zero=zero) for zero in options)
 
     def _with_all_cut(self, plan: Plan) -> list[Found]:

@@ -116,7 +116,7 @@ class _Suggesting:
             staged = self._with_stages(search)
         except KeyboardInterrupt:
             self.progress("interrupted: the best plans so far are compiled")
-        self._compile(each.plan for each in search.best(max(NUM_WHOLE, self.top)))
+        self._compile(each.plan for each in search.finalists(max(NUM_WHOLE, self.top)))
         self._compile(staged)
         if not self.whole:
             raise self._nothing()
