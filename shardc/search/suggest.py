@@ -38,7 +38,7 @@ def suggest(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     annotations: Mapping[str, P] | None = None,
-    memory: int | str | None = None,
+    memory: float | str | None = None,
     links: Any = None,
     device: Device | str | None = None,
     nodes: int = 1,
@@ -56,7 +56,8 @@ def suggest(
         devices: the number of ranks.
         args, kwargs: a call of the model with the whole batch, on any device or on meta.
         annotations: what must stay; the search fills in the rest.
-        memory: bytes that a rank has, or a text such as ``"80GB"``.
+        memory: bytes that a rank has, or a text such as ``"80GB"``; by default those of the device, if they are known.
+            ``float("inf")`` sets no limit.
         links: ``"nvlink"``, or ``("nvlink", "infiniband")`` inside and between nodes: presets or ``Link``s; a
             ``Machine``; a file that ``shardc bench-links`` measured.
         device: a preset, ``"h100"``, or a ``Device``.
@@ -118,7 +119,7 @@ class _Suggesting:
             self.progress("interrupted: the best plans so far are compiled")
         self._compile(each.plan for each in search.finalists(max(NUM_WHOLE, self.top)))
         self._compile(staged)
-        if not self.whole:
+        if not self._ranked():
             raise self._nothing()
         self._compile(self._variants())
         everything = [*search.found.values(), *(_found(*each) for each in self.whole.items())]
@@ -127,7 +128,8 @@ class _Suggesting:
         return Suggestions(suggestions, self._bound(), self.pricer.num_compiled + len(self.whole), candidates)
 
     def _ranked(self) -> list[Plan]:
-        return sorted(self.whole, key=lambda plan: _found(plan, self.whole[plan]).rank(self.task))
+        permitted = filter(self.task.permits, self.whole)
+        return sorted(permitted, key=lambda plan: _found(plan, self.whole[plan]).rank(self.task))
 
     def _with_stages(self, search: Search) -> list[Plan]:
         """The plans with a pipeline that are worth compiling, by estimates."""
@@ -150,13 +152,13 @@ class _Suggesting:
         variants: list[Plan] = []
         if best.pipeline is not None and self.task.pipelines is None:
             variants.append(replace(best, pipeline=replace(best.pipeline, schedule="auto")))
-        without = replace(best, remat=None)
-        if best.remat is not None and without not in self.whole:
+        if best.remat is not None and self.task.may_recompute and self.task.memory < float("inf"):
+            without = replace(best, remat=None)
             self._compile([without])
-        if best.remat is not None and without in self.whole:
-            memory = self.whole[without].memory
-            budget = int(self.task.memory) - (memory["peak"] - memory["saved"])
-            variants += [replace(best, remat=Remat(budget=budget))] * (budget > 0)
+            if without in self.whole:
+                memory = self.whole[without].memory
+                budget = int(self.task.memory) - (memory["peak"] - memory["saved"])
+                variants += [replace(best, remat=Remat(budget=budget))] * (budget > 0)
         return variants
 
     def _compile(self, plans: Iterable[Plan]) -> None:

@@ -53,10 +53,15 @@ class Task:
         """The axes that the user's annotations name."""
         return tuple(dict.fromkeys(axis for spec in self.given.values() for axis in spec.axes))
 
+    @property
+    def may_recompute(self) -> bool:
+        """Whether it is left to the search what is recomputed."""
+        return None in self.remats and any(self.remats)
+
     def permits(self, plan: Plan) -> bool:
         """Whether a plan has options that are allowed, and stages where they are fixed."""
         stage = plan.zero.stage if plan.zero else 0
-        is_budget = plan.remat is not None and plan.remat.budget is not None and any(self.remats)
+        is_budget = plan.remat is not None and plan.remat.budget is not None and self.may_recompute
         has_remat = is_budget or plan.remat in self.remats
         has_pipeline = self.pipelines is None or plan.pipeline in self.pipelines
         has_stages = plan.num_stages in self.sizes.get("pp", (plan.num_stages,))
