@@ -79,14 +79,14 @@ class watched(TorchDispatchMode):
 
     Its result must be on meta. A call that waits for a collective must compute with its result, or send it.
     Reductions to shards are left out: the third one waits for the first, to bound their memory. State: ``started``: the
-    kinds of all collectives. ``_starting``: the kind of the one that is being started. ``_unread``: those that were
-    waited for and are not read yet.
+    kinds of all collectives. ``_starting``: the kind of the one that is being started. ``_is_waiting``: one is being
+    waited for. ``_unread``: those that were waited for and are not read yet.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.started: list[str] = []
-        self._starting = ""
+        self._starting, self._is_waiting = "", False
         self._unread: list[Unread] = []
 
     def __enter__(self) -> watched:
@@ -109,7 +109,7 @@ class watched(TorchDispatchMode):
             raise StallError(f"{func} makes a tensor on {', '.join(sorted(devices))}")
         if func is WAIT and self._starting:
             raise StallError(f"{self._starting} is waited for where it is started")
-        if func.namespace != WAIT.namespace and not func.is_view:
+        if func.namespace != WAIT.namespace and not func.is_view and not self._is_waiting:
             self._read((args, kwargs))
         return result
 
@@ -136,7 +136,9 @@ class watched(TorchDispatchMode):
             finish = start(comm, first, operands, *args, **kwargs)
 
         def wait() -> Any:
+            self._is_waiting = True  # what a wait itself computes is no reader of another collective
             results = finish()
+            self._is_waiting = False
             if kind not in ("reduce_scatter", *LOCAL_KINDS):
                 self._unread.append(Unread(kind, _storages(results)))
             return results
