@@ -39,6 +39,8 @@ def moe_model() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 MODELS = {"rows": lambda: mlp_model(()), "mlp": mlp_model, "attention": attention_model, "moe": moe_model}
 LEFT_OUT = {"moe": ("input:x[1]", "*.weight[0]")}  # positions and the gate: with them there are 30 000 plans
 
+LARGE = (pytest.mark.sweep, pytest.mark.soak)  # minutes for all plans of a model
+
 
 def subsets(decisions: tuple[Decision, ...]) -> list[frozenset[Decision]]:
     sizes = range(len(decisions) + 1)
@@ -84,7 +86,7 @@ def limit_between(name: str, machine: str, part: float) -> int:
 @pytest.mark.xdist_group("exhaustive")
 @pytest.mark.parametrize("part", few((None, 1.0, 0.5, 0.0), None, 1.0, 0.0))
 @pytest.mark.parametrize("machine", few(MACHINES, "fast links", "slow links between two nodes"))
-@pytest.mark.parametrize("name", few(MODELS, "rows"))
+@pytest.mark.parametrize("name", ["rows", *(pytest.param(name, marks=LARGE) for name in MODELS if name != "rows")])
 def test_of_all_plans_on_four_ranks_none_is_better_than_the_first_suggestion(
     name: str, machine: str, part: float | None
 ) -> None:
