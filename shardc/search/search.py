@@ -158,8 +158,8 @@ class Search:
             self._on_shapes([(each,) for each in (*data, *model)], 1, blank)
             pairs = self._best_pairs(list(product(data, model)), blank)
             self._on_shapes(pairs, 2, blank)
-            if self.task.machine.between is not None:  # then the order of axes matters
-                self._on_shapes([pair[::-1] for pair in pairs[: self.breadth // 2]], 2, blank)
+            self._on_shapes([pair[::-1] for pair in pairs[: self.breadth // 2]], 2, blank)
+            if self.task.machine.between is not None:
                 self._on_shapes([(each, each) for each in data[:2]], 2, blank)
             triples = [(first, other, second) for first, second in pairs for other in model if other != second]
             self._on_shapes(triples[: self.breadth // 2], 3, blank)
