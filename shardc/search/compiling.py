@@ -39,8 +39,6 @@ class PlanCompiler:
     model: nn.Module
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
-    train: bool = True
-    differentiable: tuple[str, ...] = ()
     _captured: dict[Any, tuple[Program, Program]] = field(default_factory=dict)
     _agreed: OrderedDict[Any, Program] = field(default_factory=OrderedDict)
 
@@ -60,7 +58,7 @@ class PlanCompiler:
 
     def annotated(self, mesh: Mesh, annotations: Mapping[str, P], until: Pass, options: Options = DEFAULT) -> Program:
         """The program after a pass before ``insert_reshards``."""
-        request = Request(mesh, annotations, self.args, self.kwargs, self.train, self.differentiable, options)
+        request = Request(mesh, annotations, self.args, self.kwargs, options=options)
         matched = match_annotations(self.model, request)
         key = tuple(matched.modules), options.precision
         if key not in self._captured:

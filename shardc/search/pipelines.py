@@ -59,6 +59,6 @@ def with_stages(
 
 def _microbatches(plan: Plan, num_stages: int, num_samples: int) -> Sequence[int]:
     """Numbers of microbatches that divide the samples of each rank."""
-    shards = prod(axis.size for axis in plan.axes if any(each.kind == "samples" for each in axis.cuts))
+    shards = prod(axis.size for axis in plan.axes if axis.cuts_samples)
     of_rank = num_samples // shards
     return [num_stages * times for times in PER_STAGE if of_rank and of_rank % (num_stages * times) == 0]

@@ -12,7 +12,7 @@ from shardc.search.space.plan import Axis, Cuts, Plan
 from shardc.search.task import Task
 
 NUM_KEPT = 2  # sets that are best by one figure
-WORTH = 1e-4  # a decision makes a figure better by this part at least
+WORTH = 1e-4  # a change makes a figure better by this part at least
 LARGEST = 8  # ranks of the axis on which sets are compared
 
 Prices = tuple[Price, ...]  # over links inside a node, and over links between nodes
@@ -30,7 +30,6 @@ class Pool:
 
     pricer: Pricer
     task: Task
-    given: tuple[tuple[str, object], ...] = ()
     prices: dict[Cuts, Prices | None] = field(default_factory=dict)
 
     def distinct(self, decisions: Iterable[Decision]) -> list[Decision]:

@@ -12,7 +12,6 @@ from shardc.costs.count import flops_of, on_machine
 from shardc.costs.memory import memory_of
 from shardc.costs.step_time import COMPUTING, step_timeline
 from shardc.language.machine import Machine
-from shardc.options import Options
 from shardc.passes.lower.overlap_collectives import overlap_collectives
 from shardc.program.program import Program
 from shardc.program.traffic import collectives_of
@@ -67,7 +66,6 @@ class Pricer:
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     optimizer: str = "adamw"
-    train: bool = True
     num_compiled: int = 0
     _prices: dict[Any, tuple[Price, ...] | None] = field(default_factory=dict)
 
@@ -89,7 +87,7 @@ class Pricer:
         return {path: self.lists[path][:count] for path in paths}
 
     def _compiler(self, kept: Mapping[str, Sequence[str]]) -> PlanCompiler:
-        return PlanCompiler(with_blocks(self.model, kept), self.args, self.kwargs, self.train)
+        return PlanCompiler(with_blocks(self.model, kept), self.args, self.kwargs)
 
     def of_few(self, plan: Plan, machines: Sequence[Machine]) -> tuple[Price, ...] | None:
         """The price for two blocks of each list, on each machine; None for a plan that cannot be compiled."""
@@ -111,7 +109,7 @@ class Pricer:
         return tuple(total)
 
     def _price(self, compiler: PlanCompiler, plan: Plan, machines: Sequence[Machine]) -> tuple[Price, ...] | None:
-        key = id(compiler), plan, tuple(map(id, machines))
+        key = id(compiler), plan, repr(machines)
         if key not in self._prices:
             try:
                 program = self._program(compiler, plan)
@@ -122,5 +120,5 @@ class Pricer:
 
     def _program(self, compiler: PlanCompiler, plan: Plan) -> Program:
         self.num_compiled += 1
-        options = Options(plan.zero, plan.precision, plan.remat, optimizer=self.optimizer)
+        options = plan.compiler_options(self.optimizer)
         return compiler.program(plan.stage_mesh, plan.annotations, options, until=overlap_collectives)

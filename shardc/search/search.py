@@ -5,7 +5,7 @@ It goes from small questions to large ones. Every plan is priced by the compiler
 1. Cuts of one axis (``pool.py``): sets of decisions that are worth an axis, over fast links and over slow ones.
 2. Meshes: all shapes of one, two and three axes, each axis with a set of the pool.
 3. Options: ZeRO for the fastest of these plans, and recomputation where memory asks for it.
-4. Refinement: single decisions of the best plans are taken out or put in until nothing gets better.
+4. Refinement: one thing of the best plans is changed at a time, until nothing gets better.
 
 State: ``found``, the whole plans so far. All of it is deterministic. Of plans whose figures are equal up to rounding,
 the one with fewer options and annotations is better.
@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, product
+from itertools import chain, islice, product
 from math import floor, log
 
 from shardc.language.partition import P
 from shardc.options import Zero
-from shardc.search.pool import Pool
+from shardc.search.pool import WORTH, Pool
 from shardc.search.price import Price, Pricer
 from shardc.search.space.decision import Decision
 from shardc.search.space.meshes import is_possible, named_axes, shapes
@@ -28,7 +28,6 @@ from shardc.search.space.plan import Axis, Cuts, Plan
 from shardc.search.task import Task
 
 EQUAL = 1e-6
-WORTH = 1e-4  # a change of a plan is better by this part at least
 BREADTH = 8
 BREADTH_OF_STAGES = 2  # for the devices of a pipeline's stage
 NUM_REFINED = 2
@@ -47,7 +46,7 @@ class Found:
 
     def rank(self, task: Task) -> tuple[object, ...]:
         """A smaller rank is better: what fits in memory, then the least time or memory, then the shortest plan."""
-        excess = max(0.0, self.price.peak - task.memory)
+        excess = task.excess(self.price.peak)
         figure = task.figure(self.price.seconds, self.price.peak)
         annotations = self.plan.annotations
         size = len(self.plan.options) + len(annotations)
@@ -56,7 +55,7 @@ class Found:
 
     def is_better(self, other: Found, task: Task) -> bool:
         """Whether it is worth a change: it fits and the other does not, or its figure is clearly less."""
-        excess, excess_of_other = (max(0.0, each.price.peak - task.memory) for each in (self, other))
+        excess, excess_of_other = (task.excess(each.price.peak) for each in (self, other))
         if excess != excess_of_other:
             return excess < excess_of_other
         figure, before = (task.figure(each.price.seconds, each.price.peak) for each in (self, other))
@@ -91,7 +90,10 @@ class Search:
         self.progress(f"{len(self.found)} plans on meshes{self._best_text()}")
         self._options()
         self.progress(f"{len(self.found)} plans with options{self._best_text()}")
-        for each in self.best(NUM_REFINED):
+        of_mesh: dict[str, Found] = {}  # other options of a plan are among its neighbours
+        for each in self.best(len(self.found)):
+            of_mesh.setdefault(str(each.plan.mesh), each)
+        for each in islice(of_mesh.values(), NUM_REFINED):
             self._refine(each, decisions)
         self.progress(f"{len(self.found)} plans refined{self._best_text()}")
 
@@ -248,7 +250,7 @@ class Search:
     def _neighbours(self, plan: Plan, decisions: Sequence[Decision]) -> Iterator[Plan]:
         """Plans with a decision more or less on an axis, with a set of the pool on it, or with other ZeRO."""
         for i, axis in enumerate(plan.axes):
-            pool = self.data if any(each.kind == "samples" for each in axis.cuts) else self.model
+            pool = self.data if axis.cuts_samples else self.model
             for cuts in dict.fromkeys((*(axis.cuts ^ {each} for each in decisions), *pool)):
                 changed = Axis(axis.name, axis.size, cuts)
                 yield replace(plan, axes=(*plan.axes[:i], changed, *plan.axes[i + 1 :]), written=None)
@@ -266,8 +268,8 @@ def _cuts_samples_alone(plan: Plan) -> bool:
 
 def _axes_of_data(plan: Plan) -> tuple[list[str], list[str]]:
     """The names of the axes that cut samples, and of the others."""
-    of_data = [axis.name for axis in plan.axes if any(each.kind == "samples" for each in axis.cuts)]
-    return of_data, [axis.name for axis in plan.axes if axis.name not in of_data]
+    of_data, of_model = ([axis.name for axis in plan.axes if axis.cuts_samples is each] for each in (True, False))
+    return of_data, of_model
 
 
 def frontier(found: Iterable[Found]) -> list[Found]:

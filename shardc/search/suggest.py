@@ -14,6 +14,7 @@ from shardc.language.errors import ShardingError
 from shardc.language.machine import Device
 from shardc.language.partition import P
 from shardc.options import Remat, check_call, check_model
+from shardc.report.suggest.records import Candidate
 from shardc.search.compiling import REFUSALS
 from shardc.search.pipelines import num_stages_of, with_stages
 from shardc.search.price import Price, Pricer
@@ -23,7 +24,7 @@ from shardc.search.search import Found, Progress, Search
 from shardc.search.space.decision import decisions_of, tensors_of
 from shardc.search.space.plan import Axis, Plan
 from shardc.search.space.shorten import Annotations, shortened
-from shardc.search.suggestion import Candidate, Suggestion, Suggestions, python_text
+from shardc.search.suggestion import Suggestion, Suggestions, python_text
 from shardc.search.task import Objective, Task
 from shardc.search.whole import Cost, WholeCompiler, cost_of
 
@@ -143,7 +144,7 @@ class _Suggesting:
             for estimate in with_stages(each.plan, each.price, num_stages, self.num_samples, self.task.pipelines)
             if estimate.seconds <= limit
         ]
-        estimates.sort(key=lambda each: (max(0.0, each.peak - self.task.memory), each.seconds, str(each.plan)))
+        estimates.sort(key=lambda each: (self.task.excess(each.peak), each.seconds, str(each.plan)))
         return [each.plan for each in estimates[:NUM_WHOLE]]
 
     def _variants(self) -> list[Plan]:

@@ -13,16 +13,7 @@ from shardc.language.partition import P
 from shardc.language.record import json_of
 from shardc.language.text import bytes_text, seconds_text
 from shardc.options import Pipeline, Precision, Remat, Zero
-from shardc.report.suggest.records import (
-    Candidate as Candidate,
-)
-from shardc.report.suggest.records import (
-    PipelineEntry,
-    Suggested,
-    SuggestionEntry,
-    TimeParts,
-    ZeroEntry,
-)
+from shardc.report.suggest.records import Candidate, PipelineEntry, Suggested, SuggestionEntry, TimeParts, ZeroEntry
 from shardc.search.whole import Cost
 
 KEYS = ("mesh", "annotations", "zero", "remat", "precision", "pipeline", "links", "optimizer")

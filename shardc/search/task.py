@@ -72,6 +72,10 @@ class Task:
         sizes = {name: each for name, each in self.sizes.items() if name != "pp"}
         return replace(self, devices=self.devices // num_stages, memory=num_stages * self.memory, sizes=sizes)
 
+    def excess(self, peak: float) -> float:
+        """The bytes of a peak that a rank does not have."""
+        return max(0.0, peak - self.memory)
+
     def figure(self, seconds: float, peak: float) -> float:
         """What is to be small."""
         return seconds if self.objective == "time" else peak

@@ -14,7 +14,6 @@ from shardc.costs.memory import memory_of
 from shardc.costs.stage_record import StageRecord
 from shardc.costs.step import rank_flops
 from shardc.costs.step_time import COMPUTING, step_timeline
-from shardc.options import Options
 from shardc.program.communication import is_collective
 from shardc.program.program import Program
 from shardc.program.stages import has_stages
@@ -93,8 +92,5 @@ class WholeCompiler:
 
     def request(self, plan: Plan) -> Request:
         """The request of a plan."""
-        options = Options(
-            plan.zero, plan.precision, plan.remat, pipeline=plan.pipeline, machine=self.task.machine,
-            optimizer=self.task.optimizer,
-        )  # fmt: skip
+        options = plan.compiler_options(self.task.optimizer, self.task.machine)
         return Request(plan.mesh, plan.annotations, self.args, self.kwargs, options=options)

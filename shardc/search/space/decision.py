@@ -33,9 +33,9 @@ class Place:
     def __str__(self) -> str:
         return f"{self.pattern}[{self.dim}]"
 
-    def spec(self, *axes: str) -> P:
-        """The annotation that cuts this dim by axes, and leaves all others open."""
-        return P(*[P.OPEN] * self.dim, axes[0] if len(axes) == 1 else axes, ...)
+    def spec(self, axis: str) -> P:
+        """The annotation that cuts this dim by an axis, and leaves all others open."""
+        return P(*[P.OPEN] * self.dim, axis, ...)
 
 
 @dataclass(frozen=True, slots=True)

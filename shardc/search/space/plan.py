@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from shardc.language.machine import Machine
 from shardc.language.mesh import Mesh
 from shardc.language.partition import P
-from shardc.options import Pipeline, Precision, Remat, Zero
+from shardc.options import Options, Pipeline, Precision, Remat, Zero
 from shardc.search.space.decision import Decision, Place
 
 Cuts = frozenset[Decision]
@@ -20,6 +21,11 @@ class Axis:
     name: str
     size: int
     cuts: Cuts = frozenset()
+
+    @property
+    def cuts_samples(self) -> bool:
+        """Whether its ranks have samples of their own."""
+        return any(each.kind == "samples" for each in self.cuts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +63,21 @@ class Plan:
         """The options that it has."""
         return tuple(filter(None, (self.zero, self.remat, self.precision, self.pipeline)))
 
+    def compiler_options(self, optimizer: str, machine: Machine | None = None) -> Options:
+        """The options of a compilation."""
+        return Options(
+            self.zero, self.precision, self.remat, pipeline=self.pipeline, machine=machine or Machine(),
+            optimizer=optimizer,
+        )  # fmt: skip
+
     @property
     def annotations(self) -> dict[str, P]:
         """One annotation for each tensor that is cut, whose other dims are open; or what is ``written``."""
         if self.written is not None:
             return dict(self.written)
         dims: dict[str, dict[int, list[str]]] = {}
-        num_dims: dict[str, int] = {}
         for place, axes in self._places():
             dims.setdefault(place.pattern, {})[place.dim] = axes
-            num_dims[place.pattern] = place.num_dims
         return {pattern: _spec(of_dims) for pattern, of_dims in dims.items()} | dict(self.given)
 
     def _places(self) -> Iterable[tuple[Place, list[str]]]:
