@@ -1,5 +1,7 @@
 """The passes of the compiler, in order. Each is one function ``Program -> Program`` of the file of its name.
 
+A pass may change the graph that it is given; ``run_passes`` gives it a copy of a program that is kept.
+
 A program has a level, which says what holds of it; ``verify`` checks that after every pass:
 
 ==========  ====================================================================================================
@@ -18,7 +20,7 @@ README.md beside this file tells the same story with examples.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import TracebackType
 
 import torch
@@ -87,19 +89,24 @@ def run_passes(
     watch: Watcher = lambda name, program, seconds: None,
     after: Pass | None = None,
     until: Pass = PASSES[-1],
+    keep: Collection[Pass] = (),
+    is_verified: bool = True,
 ) -> Program:
     """Run every pass, or those after one, up to and including another, and verify each new program.
 
-    ``watch`` is called with each pass's name, the program after it and the seconds it took. A pass that fails is told
-    as an InternalError.
+    ``watch`` is called with each pass's name, the program after it and the seconds it took. ``keep``: the passes whose
+    programs are not changed by later ones; neither is the first program. ``is_verified`` is false for programs that
+    are only priced. A pass that fails is told as an InternalError.
     """
+    is_kept = True
     for run in PASSES[0 if after is None else PASSES.index(after) + 1 : PASSES.index(until) + 1]:
         start = time.perf_counter()
         with torch._C.DisableTorchFunction():  # modes of the caller, as a default device is one, are for models
-            after_run = run_pass(run, program)
-            if after_run is not program:
-                verify(after_run)
-        program = after_run
+            before = program.copy() if is_kept else program
+            program = run_pass(run, before)
+            if program is not before and is_verified:
+                verify(program)
+        is_kept = run in keep
         watch(run.__name__, program, time.perf_counter() - start)
     return program
 
@@ -146,7 +153,8 @@ class Snapshots(Mapping[str, Program]):
         if name not in self._programs:
             start = max((each for each in self._programs if places[each] < until), key=places.__getitem__)
             last = places[start]
-            run_passes(self._programs[start], self._keep, PASSES[last - 1] if last else None, PASSES[until - 1])
+            after = PASSES[last - 1] if last else None
+            run_passes(self._programs[start], self._keep, after, PASSES[until - 1], PASSES)
         return self._programs[name]
 
     def _keep(self, name: str, program: Program, seconds: float) -> None:

@@ -115,11 +115,12 @@ def compile_request(model: nn.Module, request: Request, known: Compiled | None =
     Raises a ShardingError for what the user did wrong, a CaptureError for a model that cannot be captured.
     """
     kept, seconds = dict[str, Program](), dict[str, float]()
-    to_keep = {each.__name__ for each in ((*KEPT, SETTLED) if request.strict else KEPT)}
+    keep = (*KEPT, SETTLED) if request.strict else KEPT
+    names = {each.__name__ for each in keep}
 
     def watch(name: str, program: Program, took: float) -> None:
         seconds[name] = took
-        if name in to_keep:
+        if name in names:
             kept[name] = program
         if name == PROPAGATED.__name__:
             unused.extend(map(idle_error, idle_annotations(kept[UNANNOTATED.__name__], program)))
@@ -137,7 +138,7 @@ def compile_request(model: nn.Module, request: Request, known: Compiled | None =
     if resumed is not None:
         seconds |= {each.__name__: 0.0 for each in PASSES[: PASSES.index(UNANNOTATED) + 1]}
         kept[UNANNOTATED.__name__] = resumed
-    local = run_passes(resumed or first, watch, None if resumed is None else UNANNOTATED)
+    local = run_passes(resumed or first, watch, None if resumed is None else UNANNOTATED, keep=keep)
     rules = _entries(captured.program, kept[UNANNOTATED.__name__])
     if request.options.pipeline:
         schedule_of(local)  # raises for an op that needs the whole batch, and for a schedule that cannot run

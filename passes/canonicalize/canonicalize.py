@@ -33,7 +33,7 @@ aten = torch.ops.aten
 
 def canonicalize(program: Program) -> Program:
     """The program in fewer kinds of op, with equal values."""
-    program = program.copy(level="canonical")
+    program = program.edited("canonical")
     draw_random(program)
     _rewrite(program, VIEWS | CONSTANTS | LOSSES | CONVOLUTIONS)
     if unsort(program):

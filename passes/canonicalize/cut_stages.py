@@ -44,4 +44,4 @@ def cut_stages(program: Program) -> Program:
 
 def _annotated(program: Program) -> Program:
     """The program before it has stages, in the ops and shardings by which its calls are timed."""
-    return propagate(cut_blocks(keep_dims(canonicalize(program))))
+    return propagate(cut_blocks(keep_dims(canonicalize(program.copy()))))

@@ -73,7 +73,7 @@ _OVERWRITES = {
 
 def name_draws(program: Program) -> Program:
     """The program of the values of parameters, each draw from the module path that is a parameter's name."""
-    program = program.copy()
+    program = program.edited()
     for node in list(program.calls):
         with program.graph.inserting_before(node):
             if node.target in _OVERWRITES:

@@ -39,7 +39,7 @@ SPECS: dict[Any, tuple[Names, Names, Names]] = {
 
 def keep_dims(program: Program) -> Program:
     """The program with every matrix product as a ``dot`` over the model's own dims."""
-    program = program.copy()
+    program = program.edited()
     for node in list(program.calls):
         with program.graph.inserting_before(node):
             if node.target in SPECS:
@@ -48,6 +48,8 @@ def keep_dims(program: Program) -> Program:
                 _sum_unmerged(program, node)
     _join_reshapes(program)
     program.remove_dead()
+    for node in program.calls:
+        program.rule(node)  # bound once for all that is compiled from here on with other annotations
     return program
 
 

@@ -34,7 +34,7 @@ from shardc.program.provenance import Cuts, FormChoice
 
 from ..emitter import NEVER, Decomposition, Emitter, Form
 from ..propagate.cut_blocks import cut_blocks
-from ..propagate.propagate import propagate, set_shardings
+from ..propagate.propagate import propagate
 from ..reshard.choose_cuts import Arrivals, assign, claims_on, current_shardings, num_pieces, op_shardings
 from ..reshard.insert_reshards import insert_reshards
 from ..reshard.lower_reshards import lower_reshards
@@ -71,7 +71,7 @@ def _decomposed(program: Program) -> Program:
                 program.replace(node, expand(Emitter(program, node)))
             taken_apart.append(choice)
         program.remove_dead()
-        program = set_shardings(cut_blocks(program))
+        program = propagate(cut_blocks(program))
     chosen = (*taken_apart, *(choice for choice, _ in forms.values()))
     return replace(program, forms=chosen) if chosen else program
 
@@ -108,7 +108,7 @@ def _forms_behind(program: Program, forms: Forms, kinds: set[Any]) -> Forms:
     for node in program.calls:
         if node.target in kinds and node.target in DECOMPOSITIONS:
             program.bind_rule(node, replace(program.rule(node), whole=frozenset()))
-    program = set_shardings(cut_blocks(program))
+    program = propagate(cut_blocks(program))
     for node in program.calls:
         if node.target in kinds:
             program.forget_rule(node)
@@ -313,7 +313,7 @@ def cheapest_ends(program: Program, decomposed: Callable[[Program], Program]) ->
     outputs_first = decomposed(propagate(cut_blocks(replace(program.copy(level="canonical"), pins=pins))))
     nbytes, flops = [], []
     for result in (inputs_first, outputs_first):
-        lowered = lower_reshards(insert_reshards(result))
+        lowered = lower_reshards(insert_reshards(result.copy()))
         nbytes.append(sum(bytes_sent(lowered, node) for node in lowered.calls if is_collective(node)))
         flops.append(flops_of(lowered, True))
     return outputs_first if nbytes[1] < nbytes[0] and flops[1] <= flops[0] else inputs_first

@@ -39,8 +39,7 @@ REDUCTIONS: tuple[CollectiveKind, ...] = ("all_reduce", "reduce_scatter")
 
 def bucket_collectives(program: Program) -> Program:
     """The program with fewer collectives."""
-    original, program = program, program.copy()
-    where = dict(zip(program.graph.nodes, _where(original), strict=True))
+    where, program = _where(program), program.edited()
     sizes: dict[fx.Node, int] = {}  # bytes of each collective that a bucket may hold
     for node in program.calls:
         if node.target is not bucket and (parts := members(node)) and parts[0].args[0] != (MICROBATCH,):
@@ -55,14 +54,14 @@ def bucket_collectives(program: Program) -> Program:
     return program
 
 
-def _where(program: Program) -> list[Where]:
-    """Where each node runs, in program order; without a pipeline all are alike."""
+def _where(program: Program) -> dict[fx.Node, Where]:
+    """Where each node runs; without a pipeline all are alike."""
     where: dict[fx.Node, set[tuple[int, Part]]] = {node: set() for node in program.graph.nodes}
     for index, stage in enumerate(stages_of(program).stages if has_stages(program) else ()):
         for part, calls in stage.parts.items():
             for node in calls:
                 where[node].add((index, part))
-    return [frozenset(places) for places in where.values()]
+    return {node: frozenset(places) for node, places in where.items()}
 
 
 def _reductions(program: Program, sizes: Mapping[fx.Node, int], where: Mapping[fx.Node, Where]) -> list[list[fx.Node]]:

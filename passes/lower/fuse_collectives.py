@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 def fuse_collectives(program: Program) -> Program:
     """The program with fewer and cheaper collectives."""
-    program = program.copy()
+    program = program.edited()
     # ZeRO-3 gathers a parameter again in each phase; in a pipeline once for both.
     is_freed = program.options.zero is not None and program.options.pipeline is None
     first: dict[object, fx.Node] = {}

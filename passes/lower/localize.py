@@ -27,7 +27,7 @@ from shardc.program.program import Program
 
 def localize(program: Program) -> Program:
     """The program that each rank runs."""
-    program = program.copy(level="localized")
+    program = program.edited("localized")
     calls = {node: program.call(node) for node in program.calls}
     for node in program.graph.nodes:
         if node.op != "output":

@@ -38,7 +38,7 @@ def mask_padding(program: Program) -> Program:
     pairs = {(program.sharding(node), program.value_type(program.value(node)).shape) for node in read}
     if all(sharding.is_even(shape) for sharding, shape in pairs):
         return program
-    program = program.copy()
+    program = program.edited()
     masker = _Masker(program, {node for (kind, _), node in program.named_inputs.items() if kind in ZEROED})
     for node in list(program.calls):
         if node.target not in COLLECTIVES:

@@ -42,7 +42,7 @@ from shardc.program.program import Program
 
 def overlap_collectives(program: Program) -> Program:
     """The program in another order."""
-    program = program.copy()
+    program = program.edited()
     _count_first(program)
     backward = split(program).backward
     order = _put_off(backward)

@@ -20,17 +20,17 @@ from dataclasses import dataclass, replace
 from shardc.language.sharding import DimSharding, num_shards
 from shardc.program.program import Pin, Program, Value
 
-from .propagate import PARAMETER_KINDS, pinned_value, propagate
+from .propagate import PARAMETER_KINDS, pinned_value, propagated
 
 
 def cut_blocks(program: Program, first: frozenset[str] = frozenset()) -> Program:
     """The program with the pins of fused parameters in blocks; ``first`` as in ``propagate``."""
     pins = {pinned_value(program, pin): pin for pin in program.pins if pin.kind in PARAMETER_KINDS}
     tensors = [(pin.sharding.dims, program.value_type(value).shape) for value, pin in pins.items()]
-    cuts = [pair for dims, shape in tensors for pair in zip(dims, shape, strict=True)]
-    if not any(blocks.fit(cut, size) for blocks in _blocks_taken(program) for cut, size in cuts):
+    cuts = {(cut, size) for dims, shape in tensors for cut, size in zip(dims, shape, strict=True) if cut.axes}
+    if not cuts or not any(blocks.fit(cut, size) for blocks in _blocks_taken(program) for cut, size in cuts):
         return program
-    changes = _changes(propagate(program, first), {value[0].name: pin for value, pin in pins.items()})
+    changes = _changes(propagated(program, first), {value[0].name: pin for value, pin in pins.items()})
     notes = tuple(
         f"{pin.name}: {pin.text} cuts each block that the model takes apart, {new.sharding}, not the whole dim"
         for pin, new in changes.items()

@@ -8,7 +8,7 @@ from dataclasses import replace
 from shardc.program.program import Pin, Program
 
 from .cut_blocks import cut_blocks
-from .propagate import propagate
+from .propagate import propagated
 
 MOST = 8  # annotations that are left out one by one, each of which costs a propagation
 
@@ -49,6 +49,6 @@ def _candidates(after: Program) -> set[str]:
 
 def _is_same_without(texts: Collection[str], before: Program, after: Program) -> bool:
     pins = tuple(pin for pin in before.pins if pin.text not in texts)
-    without = propagate(cut_blocks(replace(before, pins=pins)))
+    without = propagated(cut_blocks(replace(before, pins=pins)))
     ours, theirs = ([by.shardings(node) for node in (*by.placeholders, *by.calls)] for by in (without, after))
     return ours == theirs

@@ -36,13 +36,14 @@ from shardc.program.program import Pin, Program, Value, ends_of
 from shardc.program.provenance import DATA, PARAMETER, PARAMETER_FIRST, YIELDING, Origin
 
 
+def propagated(program: Program, first: frozenset[str] = frozenset()) -> Program:
+    """A copy of the program after ``propagate``."""
+    return propagate(program.copy(), first)
+
+
 def propagate(program: Program, first: frozenset[str] = frozenset()) -> Program:
     """The program with a sharding on every value. For the axes named in ``first``, parameters come before inputs."""
-    return set_shardings(program.copy(), first)
-
-
-def set_shardings(program: Program, first: frozenset[str] = frozenset()) -> Program:
-    """``propagate`` without a copy: the nodes of the program itself get their shardings."""
+    program = program.edited("annotated")
     pins = tuple(dict.fromkeys((*program.pins, *annotated_values(program))))
     tensors = _tensors(program)
     worklist, precedence = _Worklist([*_ops(program), *_ties(program)]), Precedence(pins, first)
@@ -57,7 +58,8 @@ def set_shardings(program: Program, first: frozenset[str] = frozenset()) -> Prog
                 worklist.add_around(tensor.value)
         _settle(worklist, tensors)
     _write(program, tensors)
-    return replace(program, level="annotated", pins=pins)
+    program.pins = pins
+    return program
 
 
 def spread(program: Program, moved: Mapping[Value, tuple[Sharding, Mapping[str, Origin]]]) -> None:

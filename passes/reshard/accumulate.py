@@ -33,7 +33,7 @@ def accumulate(program: Program) -> Program:
     """The program with reshards that reduce over microbatches alone; the same without a pipeline."""
     if program.options.pipeline is None:
         return program
-    program = program.copy()
+    program = program.edited()
     for node in [node for node in program.calls if node.target is reshard]:
         value, target, causes = operand(node), program.sharding(node), program.causes(node)
         rest = tuple((part, op) for part, op in program.sharding(value).partial if part.name != MICROBATCH)

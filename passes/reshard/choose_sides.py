@@ -29,7 +29,7 @@ from shardc.program.program import Program, Value, ends_of
 from shardc.program.provenance import Cuts, SideChoice
 
 from ..propagate.cut_blocks import cut_blocks
-from ..propagate.propagate import Precedence, propagate
+from ..propagate.propagate import Precedence, propagated
 from .choose_cuts import (
     Arrivals,
     CutPlan,
@@ -68,7 +68,7 @@ def cheapest_plan(program: Program) -> CutPlan:
 def with_parameters_first(program: Program, axis: str) -> Program:
     """The program as it is propagated where parameters come before data over an axis."""
     first = frozenset({axis})
-    return propagate(cut_blocks(program, first), first)
+    return propagated(cut_blocks(program, first), first)
 
 
 def _is_other_product(program: Program, ours: fx.Node, other: Program, theirs: fx.Node) -> bool:

@@ -40,7 +40,7 @@ from .choose_sides import cheapest_plan
 
 def insert_reshards(program: Program) -> Program:
     """The program with a reshard between every producer and consumer that differ."""
-    program = program.copy(level="agreed")
+    program = program.edited("agreed")
     plan = cheapest_plan(program)
     program.sides = plan.sides
     rewriter = _Rewriter(program, plan)

@@ -32,7 +32,7 @@ FUNCTIONS = {kind: function for function, kind in COLLECTIVES.items()} | {"view"
 
 def lower_reshards(program: Program) -> Program:
     """The program with collectives for reshards."""
-    program = program.copy(level="lowered")
+    program = program.edited("lowered")
     for node in list(program.calls):
         if node.target is reshard and is_uniform(operand(node)) and _sends(program, node):
             value = operand(node)

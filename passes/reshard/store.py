@@ -38,7 +38,7 @@ def store(program: Program) -> Program:
     if zero is None and precision is None:
         return program
     assert program.mesh is not None
-    axis, program = program.mesh.axis(zero.axis) if zero else None, program.copy()
+    axis, program = program.mesh.axis(zero.axis) if zero else None, program.edited()
     storer = _Storer(program, zero)
     for entry, node in zip(program.inputs, program.placeholders, strict=True):
         if entry.kind == "parameter":

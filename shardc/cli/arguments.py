@@ -326,7 +326,7 @@ def _remat(text: str) -> Remat:
 
 
 FIXED: dict[str, Callable[[str], Any]] = {
-    "zero": _stage, "remat": _remat, "precision": _precision, "pipeline": _pipeline,
+    "mesh": str, "zero": _stage, "remat": _remat, "precision": _precision, "pipeline": _pipeline,
 }  # fmt: skip
 
 

@@ -127,6 +127,10 @@ class Program:
             new.meta.update(node.meta)
         return replace(self, graph=graph, level=level or self.level)
 
+    def edited(self, level: Level | None = None) -> Program:
+        """This program, whose graph is changed from now on: nothing is known of it any more."""
+        return replace(self, level=level or self.level)
+
     def unbound(self) -> Program:
         """A copy whose calls have no rules yet: the table may have others by now."""
         program = self.copy()

@@ -54,7 +54,19 @@ class PlanCompiler:
     def program(self, mesh: Mesh, annotations: Mapping[str, P], options: Options, until: Pass) -> Program:
         """The program after the pass ``until``. Raises what ``shardc.compile`` raises."""
         agreed = self._agreed_program(mesh, annotations, options)
-        return run_passes(replace(agreed, options=options), after=AGREED, until=until)
+        return run_passes(replace(agreed, options=options), after=AGREED, until=until, is_verified=False)
+
+    def cuts(self, mesh: Mesh, annotations: Mapping[str, P]) -> object:
+        """How every value is cut, reshards included: equal for annotations that make the same program.
+
+        None for annotations that cannot be compiled.
+        """
+        try:
+            program = self._agreed_program(mesh, annotations, DEFAULT)
+        except REFUSALS:
+            return None
+        nodes = [node for node in program.graph.nodes if node.op != "output" and not is_annotation(node)]
+        return [(node.target, program.shardings(node)) for node in nodes]
 
     def annotated(self, mesh: Mesh, annotations: Mapping[str, P], until: Pass, options: Options = DEFAULT) -> Program:
         """The program after a pass before ``insert_reshards``."""
@@ -68,7 +80,7 @@ class PlanCompiler:
         captured_program, program = self._captured[key]
         pins = resolve_pins(captured_program, request, matched)
         program = _with_modules(replace(program, mesh=mesh, pins=pins, options=options), matched.modules.values())
-        return run_passes(program, after=UNANNOTATED, until=until)
+        return run_passes(program, after=UNANNOTATED, until=until, is_verified=False)
 
     def _agreed_program(self, mesh: Mesh, annotations: Mapping[str, P], options: Options) -> Program:
         key = tuple(mesh.sizes.items()), tuple(annotations.items()), options.precision

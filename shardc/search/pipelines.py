@@ -30,8 +30,8 @@ def num_stages_of(task: Task, num_blocks: int) -> list[int]:
     if task.pipelines is not None and not any(task.pipelines):
         return []
     most = task.devices if task.pipelines else min(task.devices, num_blocks)
-    sizes = task.sizes.get(AXIS, range(2, most + 1))
-    return [each for each in sizes if each > 1 and task.devices % each == 0]
+    sizes = [each for each in task.sizes.get(AXIS, range(2, most + 1)) if each > 1 and task.devices % each == 0]
+    return [each for each in sizes if task.meshes is None or any(each in mesh for mesh in task.meshes)]
 
 
 def with_stages(

@@ -77,7 +77,7 @@ class Pool:
         return inf if prices is None else figure(prices)
 
     def price(self, cuts: Cuts) -> Prices | None:
-        """The price of a set on one axis for two blocks; None where it cannot be compiled."""
+        """The price of a set on one axis for one block; None where it cannot be compiled."""
         if cuts not in self.prices:
             size = min([LARGEST, self.task.devices, *(each.size for each in cuts)])
             plan = Plan((Axis("axis", size, cuts),))

@@ -15,7 +15,7 @@ from shardc.language.machine import Machine
 from shardc.passes.lower.overlap_collectives import overlap_collectives
 from shardc.program.program import Program
 from shardc.program.traffic import collectives_of
-from shardc.report.explain.blocks import NUM_KEPT, lists_side_by_side, repeated_blocks, with_blocks
+from shardc.report.explain.blocks import lists_side_by_side, repeated_blocks, with_blocks
 from shardc.search.compiling import REFUSALS, PlanCompiler
 from shardc.search.space.plan import Plan
 
@@ -24,12 +24,12 @@ from shardc.search.space.plan import Plan
 class Price:
     """What a step costs on one rank.
 
-    ``seconds``: the predicted time, of which the rank computes for ``computing``, its optimizer included. Bytes by
-    class as ``memory_of`` has them. ``wire_bytes``: sent. ``flops``: operations.
+    Seconds: of ``computing``, the optimizer's included, and ``exposed``, in which the rank waits for collectives. Bytes
+    by class as ``memory_of`` has them. ``wire_bytes``: sent. ``flops``: operations.
     """
 
-    seconds: float
     computing: float
+    exposed: float
     parameters: float
     gradients: float
     optimizer: float
@@ -39,10 +39,25 @@ class Price:
     wire_bytes: float
     flops: float
 
-    def plus(self, other: Price, times: float = 1) -> Price:
-        """The sum of this price and a number of times another; of what is gathered at a time it has the most."""
-        summed = (getattr(self, each.name) + times * getattr(other, each.name) for each in fields(self))
-        return replace(Price(*summed), gathered=max(self.gathered, other.gathered))
+    @property
+    def seconds(self) -> float:
+        """The predicted time of a step."""
+        return self.computing + self.exposed
+
+    def further(self, before: Price, count: int) -> Price:
+        """What ``count`` further blocks cost, of which the last one raised the price from ``before`` to this one.
+
+        Further ones gather no more at a time. Where the last one hid some of the time in which the others wait, further
+        ones need not hide more.
+        """
+        last = Price(*(getattr(self, each.name) - getattr(before, each.name) for each in fields(self)))
+        all_of_them = Price(*(count * getattr(last, each.name) for each in fields(self)))
+        exposed = max(last.exposed, all_of_them.exposed)
+        return replace(all_of_them, exposed=exposed, gathered=max(0, last.gathered))
+
+    def plus(self, other: Price) -> Price:
+        """The sum of two prices."""
+        return Price(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
 
 def price_of(program: Program) -> Price:
@@ -50,15 +65,16 @@ def price_of(program: Program) -> Price:
     line, memory = step_timeline(program), memory_of(program)
     sent = sum(each.times * each.wire_bytes for each in collectives_of(program))
     computing = sum(task.seconds for task in line.on(COMPUTING))
-    return Price(line.makespan, computing, **memory, wire_bytes=sent, flops=flops_of(program, of_rank=True))
+    exposed = max(0.0, line.makespan - computing)
+    return Price(computing, exposed, **memory, wire_bytes=sent, flops=flops_of(program, of_rank=True))
 
 
 @dataclass(eq=False)
 class Pricer:
-    """Prices plans of a model by compiling them for two of its repeated blocks.
+    """Prices plans of a model by compiling them for one and for two of its repeated blocks.
 
-    One more block of a list costs what the third one does, so that the whole model's price is a sum: of what two blocks
-    cost, and of what each further block adds. ``lists``: the names of blocks by a list's path; nothing where the model
+    One more block of a list costs what the second one does, so that the whole model's price is a sum: of what one block
+    costs, and of what each further block adds. ``lists``: the names of blocks by a list's path; nothing where the model
     does not run with fewer of them. ``num_compiled`` counts.
     """
 
@@ -71,12 +87,12 @@ class Pricer:
 
     def __post_init__(self) -> None:
         self.lists = repeated_blocks(self.model)
-        self.few = self._compiler(self._first(NUM_KEPT, self.lists))
+        self.few = self._compiler(self._first(1, self.lists))
         if self.lists and not self.few.can_capture:
             self.lists, self.few = {}, self._compiler({})
-        first, one_more = self._first(NUM_KEPT, self.lists), NUM_KEPT + 1
+        first = self._first(1, self.lists)
         together = lists_side_by_side(self.lists)
-        self.longer = {paths: self._compiler(first | self._first(one_more, paths)) for paths in together}
+        self.longer = {paths: self._compiler(first | self._first(2, paths)) for paths in together}
 
     @property
     def num_blocks(self) -> int:
@@ -90,7 +106,7 @@ class Pricer:
         return PlanCompiler(with_blocks(self.model, kept), self.args, self.kwargs)
 
     def of_few(self, plan: Plan, machines: Sequence[Machine]) -> tuple[Price, ...] | None:
-        """The price for two blocks of each list, on each machine; None for a plan that cannot be compiled."""
+        """The price for one block of each list, on each machine; None for a plan that cannot be compiled."""
         return self._price(self.few, plan, machines)
 
     def of_all(self, plan: Plan, machines: Sequence[Machine]) -> tuple[Price, ...] | None:
@@ -103,9 +119,9 @@ class Pricer:
             longer = self._price(compiler, plan, machines)
             if longer is None:
                 return None
-            num_further = len(self.lists[paths[0]]) - NUM_KEPT
+            num_further = len(self.lists[paths[0]]) - 1
             for i, (price, base) in enumerate(zip(longer, few, strict=True)):
-                total[i] = total[i].plus(price.plus(base, -1), num_further)
+                total[i] = total[i].plus(price.further(base, num_further))
         return tuple(total)
 
     def _price(self, compiler: PlanCompiler, plan: Plan, machines: Sequence[Machine]) -> tuple[Price, ...] | None:

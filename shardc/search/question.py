@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any, get_args
 
 import torch
@@ -18,6 +19,7 @@ from shardc.options import OPTIMIZERS, Pipeline, Precision, Remat, Zero
 from shardc.search.task import Objective, Task
 
 AXES = ("dp", "tp", "cp", "ep", "pp")  # and dp2, ...
+MESH = "mesh"
 KINDS: Mapping[str, Any] = {"remat": Remat, "precision": Precision, "pipeline": Pipeline}
 
 
@@ -43,7 +45,7 @@ def question(
         raise OptionError("suggest", f"optimizer={optimizer!r}", "its states are not known", remedy)
     fixed = {name: tuple(value) if isinstance(value, (list, tuple)) else (value,) for name, value in fix.items()}
     _check_fixed(fixed, devices)
-    sizes = {name: values for name, values in fixed.items() if name not in ("zero", *KINDS)}
+    sizes = {name: values for name, values in fixed.items() if name not in (MESH, "zero", *KINDS)}
     return Task(
         devices,
         machine,
@@ -52,6 +54,7 @@ def question(
         optimizer=optimizer,
         given=dict(annotations or {}),
         sizes=sizes,
+        meshes=[_mesh_sizes(each) for each in fixed[MESH]] if MESH in fixed else None,
         stages=tuple(map(_stage, fixed.get("zero", (0, 1, 2, 3)))),
         remats=fixed.get("remat", (None, *remats)),
         precisions=fixed.get("precision", (None,)),
@@ -70,8 +73,8 @@ def _check_fixed(fixed: Mapping[str, tuple[Any, ...]], devices: int) -> None:
     """Raise an OptionError for a name or a value of ``fix`` that no plan has."""
     for name, values in fixed.items():
         who = f"fix={{{name!r}: ...}}"
-        if name.rstrip("0123456789") not in (*AXES, "zero", *KINDS):
-            names = (*AXES, "zero", *KINDS)
+        names = (*AXES, MESH, "zero", *KINDS)
+        if name.rstrip("0123456789") not in names:
             raise OptionError(
                 who,
                 f"{name!r}",
@@ -84,6 +87,8 @@ def _check_fixed(fixed: Mapping[str, tuple[Any, ...]], devices: int) -> None:
                     value is None or isinstance(value, KINDS[name]),
                     f"say None or a shardc.{KINDS[name].__name__}",
                 )
+            elif name == MESH:
+                is_good, remedy = prod(_mesh_sizes(value)) == devices, f"say the sizes of its axes, as {devices // 2}x2"
             elif name == "zero":
                 is_good, remedy = value in (None, 0, 1, 2, 3) or isinstance(value, Zero), "say a stage, 0 to 3, or None"
             else:
@@ -91,6 +96,12 @@ def _check_fixed(fixed: Mapping[str, tuple[Any, ...]], devices: int) -> None:
                 remedy = f"say a size that divides {devices} devices"
             if not is_good:
                 raise OptionError(who, f"{value!r}", "a plan cannot have it", remedy)
+
+
+def _mesh_sizes(text: Any) -> tuple[int, ...]:
+    """The sizes in ``4x2`` in order, those of one rank left out; nothing for what is no such text."""
+    sizes = str(text).split("x")
+    return tuple(sorted(int(each) for each in sizes if each != "1")) if all(map(str.isdecimal, sizes)) else ()
 
 
 def _stage(value: Any) -> int:

@@ -118,7 +118,7 @@ class Search:
         return best[:count]
 
     def finalists(self, count: int) -> list[Found]:
-        """The best plans, and those of the fewest annotations that two blocks tell to be about as good."""
+        """The best plans, and those of the fewest annotations that one block tells to be about as good."""
         best = self.best(len(self.found))
         near = [each for each in best if each.price.seconds <= NEAR * best[0].price.seconds]
         near = [each for each in near if each.price.peak <= self.task.memory]
@@ -129,13 +129,17 @@ class Search:
         return "".join(f", the best {each.plan.mesh}, {1e3 * each.price.seconds:.1f} ms" for each in self.best())
 
     def price(self, plan: Plan, than: Plan | None = None) -> Found | None:
-        """The plan with its price, kept among those found; None where it is not allowed or cannot be compiled.
+        """The plan with its price, kept among those found; None where it is not allowed or cannot be compiled."""
+        if plan not in self.found and self.task.allows(plan.axes) and (found := self._probe(plan, than)):
+            self.found[plan] = found
+        return self.found.get(plan)
 
-        ``than``: another plan; None where two blocks tell that this one is worse than that, in time and in memory.
+    def _probe(self, plan: Plan, than: Plan | None = None) -> Found | None:
+        """The plan with its price; None where it cannot be compiled.
+
+        ``than``: another plan; None where one block tells that this one is worse than that, in time and in memory.
         """
-        if plan in self.found:
-            return self.found[plan]
-        if not (is_possible(plan.axes) and self.task.allows(plan.axes)):
+        if not is_possible(plan.axes):
             return None
         machines = (self.task.machine,)
         if than is not None:
@@ -143,10 +147,7 @@ class Search:
             if few is None or (other and few[0].seconds > other[0].seconds and few[0].peak >= other[0].peak):
                 return None
         prices = self.pricer.of_all(plan, machines)
-        if prices is None:
-            return None
-        self.found[plan] = Found(plan, prices[0])
-        return self.found[plan]
+        return None if prices is None else Found(plan, prices[0])
 
     # Meshes.
 
@@ -163,15 +164,17 @@ class Search:
             self._on_shapes([pair[::-1] for pair in pairs[: self.breadth // 2]], 2, blank)
             if self.task.machine.between is not None:
                 self._on_shapes([(each, each) for each in data[:2]], 2, blank)
-            triples = [(first, other, second) for first, second in pairs for other in model if other != second]
-            self._on_shapes(triples[: self.breadth // 2], 3, blank)
+            several = 4 if not self.found else 1  # three axes may be all that is allowed
+            triples = list(_triples(pairs, model))[: several * self.breadth // 2]
+            self._on_shapes(triples, 3, blank)
 
     def _best_pairs(self, pairs: Sequence[tuple[Cuts, ...]], blank: Plan) -> list[tuple[Cuts, ...]]:
         """The pairs that are best on the most even shape, by rank and by time in turn."""
         shape = next(iter(self._shapes(2)), None)
         if shape is None:
             return []
-        priced = [(each, found) for each in pairs if (found := self._on_shape(shape, each, blank))]
+        plans = ((each, replace(blank, axes=self._axes(shape, each))) for each in pairs)
+        priced = [(each, found) for each, plan in plans if (found := self.price(plan) or self._probe(plan))]
         by_rank = sorted(priced, key=lambda pair: pair[1].rank(self.task))
         by_time = sorted(priced, key=lambda pair: pair[1].price.seconds)
         in_turn = chain.from_iterable(zip(by_rank, by_time, strict=True))
@@ -185,12 +188,10 @@ class Search:
     def _on_shapes(self, cuts: Iterable[tuple[Cuts, ...]], num_axes: int, blank: Plan) -> None:
         fastest = min(self.found.values(), key=lambda each: each.price.seconds, default=None)
         for shape, each in product(self._shapes(num_axes), cuts):
-            self._on_shape(shape, each, blank, fastest.plan if fastest else None)
+            self.price(replace(blank, axes=self._axes(shape, each)), fastest.plan if fastest else None)
 
-    def _on_shape(
-        self, shape: Sequence[int], cuts: Sequence[Cuts], blank: Plan, than: Plan | None = None
-    ) -> Found | None:
-        return self.price(replace(blank, axes=named_axes(shape, cuts, self.task.given_axes)), than)
+    def _axes(self, shape: Sequence[int], cuts: Sequence[Cuts]) -> tuple[Axis, ...]:
+        return named_axes(shape, cuts, self.task.given_axes)
 
     # Options.
 
@@ -256,6 +257,12 @@ class Search:
                 yield replace(plan, axes=(*plan.axes[:i], changed, *plan.axes[i + 1 :]), written=None)
         zeros = (Zero(axis.name, stage) for axis in plan.axes for stage in self.task.stages if stage)  # type: ignore[arg-type]
         yield from (replace(plan, zero=zero) for zero in (None, *zeros))
+
+
+def _triples(pairs: Iterable[tuple[Cuts, ...]], model: Iterable[Cuts]) -> Iterator[tuple[Cuts, ...]]:
+    """Pairs of sets with a third one between them: of the model, or of samples again, as where nodes share no model."""
+    for first, second in pairs:
+        yield from ((first, other, second) for other in (*model, first) if other != second)
 
 
 def _samples_alone_then_time(found: Found) -> tuple[bool, float]:

@@ -64,8 +64,8 @@ def suggest(
         device: a preset, ``"h100"``, or a ``Device``.
         nodes: how many nodes the devices are in.
         batch: the samples of a step, where they are not those of the call.
-        fix: the size of an axis, ``{"tp": 4}``, or an option, ``{"zero": 3}``, ``{"pipeline": None}``; a list allows
-            each of its values.
+        fix: the size of an axis, ``{"tp": 4}``, of all axes in any order, ``{"mesh": "4x2"}``, or an option,
+            ``{"zero": 3}``, ``{"pipeline": None}``; a list allows each of its values.
         objective: ``"time"`` of a step, or ``"memory"`` at its peak.
         optimizer: whose states are stored.
         top: the number of suggestions.
@@ -96,7 +96,10 @@ def suggest(
 
 @dataclass(eq=False)
 class _Suggesting:
-    """One call of ``suggest``. State: ``whole``, plans compiled whole, with their costs."""
+    """One call of ``suggest``.
+
+    State: ``whole``, plans compiled whole, with their costs; ``short``, annotations by axes and what is written.
+    """
 
     model: nn.Module
     args: Sequence[Any]
@@ -107,6 +110,7 @@ class _Suggesting:
     top: int
     progress: Progress
     whole: dict[Plan, Cost] = field(default_factory=dict)
+    short: dict[object, Annotations] = field(default_factory=dict)
 
     def run(self) -> Suggestions:
         """Search, compile the best plans whole, and say why they are as they are."""
@@ -123,7 +127,8 @@ class _Suggesting:
         if not self._ranked():
             raise self._nothing()
         self._compile(self._variants())
-        everything = [*search.found.values(), *(_found(*each) for each in self.whole.items())]
+        whole = {plan: _found(plan, cost) for plan, cost in self.whole.items()}
+        everything = (search.found | whole).values()
         suggestions = [self._suggestion(plan, everything) for plan in self._ranked()[: self.top]]
         candidates = (_candidate(each) for each in everything if self.task.permits(each.plan))
         return Suggestions(suggestions, self._bound(), self.pricer.num_compiled + len(self.whole), candidates)
@@ -183,12 +188,11 @@ class _Suggesting:
 
     def _suggestion(self, plan: Plan, everything: Iterable[Found]) -> Suggestion:
         cost, task = self.whole[plan], self.task
-        annotations = shortened(plan, lambda changed: self._is_same(plan, changed))
         others = [each for each in everything if each.plan != plan and task.permits(each.plan)]
         limit = None if task.memory == float("inf") else int(task.memory)
         links = {name: self._link(plan, name) for name in plan.mesh.axis_names}
         return Suggestion(
-            plan.mesh, annotations, plan.zero, plan.remat, plan.precision, plan.pipeline, task.machine,
+            plan.mesh, self._annotations(plan), plan.zero, plan.remat, plan.precision, plan.pipeline, task.machine,
             task.optimizer, cost, limit, reasons(_found(plan, cost), others, task), links,
         )  # fmt: skip
 
@@ -198,12 +202,13 @@ class _Suggesting:
             return machine.of_stages(axis, self.task.devices).name
         return machine.link((axis,), plan.mesh).name
 
-    def _is_same(self, plan: Plan, annotations: Annotations) -> bool:
-        """Whether a plan costs the same with other annotations, for two blocks and without its pipeline."""
-        plan = replace(plan, pipeline=None, num_stages=1)
-        changed = replace(plan, written=tuple(annotations.items()))
-        machines = (self.task.machine,)
-        return self.pricer.of_few(changed, machines) == self.pricer.of_few(plan, machines)
+    def _annotations(self, plan: Plan) -> Annotations:
+        """The annotations of a plan, shortened; found once for plans that differ in options alone."""
+        few, key = self.pricer.few, (plan.axes, plan.written)
+        if key not in self.short:
+            cuts = few.cuts(plan.stage_mesh, plan.annotations)
+            self.short[key] = shortened(plan, lambda changed: few.cuts(plan.stage_mesh, changed) == cuts)
+        return self.short[key]
 
     def _nothing(self) -> ShardingError:
         what = f"{self.task.devices} devices, fix={dict(self.task.sizes)}, annotations={self.task.given}"
@@ -213,7 +218,8 @@ class _Suggesting:
 
 def _found(plan: Plan, cost: Cost) -> Found:
     """A plan compiled whole as the search has plans."""
-    return Found(plan, Price(cost.seconds, cost.computing, **cost.memory, wire_bytes=cost.wire_bytes, flops=cost.flops))
+    exposed = cost.seconds - cost.computing  # with the bubble of a pipeline
+    return Found(plan, Price(cost.computing, exposed, **cost.memory, wire_bytes=cost.wire_bytes, flops=cost.flops))
 
 
 def _candidate(found: Found) -> Candidate:

@@ -19,7 +19,8 @@ class Task:
     """A question to the search.
 
     ``memory``: bytes that a rank has. ``given``: annotations that stay. ``sizes``: the sizes that an axis may have, by
-    its name; an axis that a plan does not have has one rank. ``stages``: of ZeRO, 0 for none. ``remats``,
+    its name; an axis that a plan does not have has one rank. ``meshes``: the sizes of axes that a mesh may have, in any
+    order; None for all. ``stages``: of ZeRO, 0 for none. ``remats``,
     ``precisions`` and ``pipelines``: the options that a plan may have; of a pipeline, the ones with any number of
     stages where ``pipelines`` is None.
     """
@@ -31,6 +32,7 @@ class Task:
     optimizer: str = "adamw"
     given: Mapping[str, P] = field(default_factory=dict)
     sizes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    meshes: Sequence[tuple[int, ...]] | None = None
     stages: Sequence[int] = (0, 1, 2, 3)
     remats: Sequence[Remat | None] = (None,)
     precisions: Sequence[Precision | None] = (None,)
@@ -45,7 +47,9 @@ class Task:
 
     def allows(self, axes: Iterable[Axis]) -> bool:
         """Whether axes have the sizes that are fixed."""
-        sizes = {axis.name: axis.size for axis in axes}
+        sizes = {axis.name: axis.size for axis in axes if axis.size > 1}
+        if self.meshes is not None and tuple(sorted(sizes.values())) not in self.meshes:
+            return False
         return all(sizes.get(name, 1) in allowed for name, allowed in self.sizes.items() if name != "pp")
 
     @property
@@ -70,7 +74,9 @@ class Task:
     def of_stage(self, num_stages: int) -> Task:
         """The task for the devices of one stage of a pipeline, which have the memory of all stages."""
         sizes = {name: each for name, each in self.sizes.items() if name != "pp"}
-        return replace(self, devices=self.devices // num_stages, memory=num_stages * self.memory, sizes=sizes)
+        meshes = self.meshes and [_without(num_stages, each) for each in self.meshes if num_stages in each]
+        devices, memory = self.devices // num_stages, num_stages * self.memory
+        return replace(self, devices=devices, memory=memory, sizes=sizes, meshes=meshes)
 
     def excess(self, peak: float) -> float:
         """The bytes of a peak that a rank does not have."""
@@ -79,3 +85,9 @@ class Task:
     def figure(self, seconds: float, peak: float) -> float:
         """What is to be small."""
         return seconds if self.objective == "time" else peak
+
+
+def _without(size: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The sizes without one of this size."""
+    at = sizes.index(size)
+    return sizes[:at] + sizes[at + 1 :]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from printed import compiled, value
+from printed import compiled, printed, value
 from torch import Tensor
 
 import shardc
@@ -15,6 +15,7 @@ from shardc import Mesh, P, ShardingError
 from shardc.language.errors import InternalError
 from shardc.ops import RULES
 from shardc.passes.canonicalize import views
+from shardc.passes.order import PASSES, Pass, run_passes
 from shardc.program.program import Program
 
 MESH = Mesh(dp=2)
@@ -66,3 +67,19 @@ def test_a_function_of_the_users_that_fails_is_named(monkeypatch: pytest.MonkeyP
         "register_rule(aten.flip.default): spec of operands [8, 4]\n  it raised IndexError: tuple index out of range\n"
         "  let it return the text of a rule, or None"
     )
+
+
+def texts_of_run(keep: tuple[Pass, ...]) -> tuple[list[tuple[str, Program, str]], str]:
+    """Each pass, its program and how that printed right after it; and how the last one printed."""
+    first, seen = compiled(flipped, MESH, {"x": P("dp")}, x=value(8, 4)).after["capture"], []
+    before = printed(first)
+    last = run_passes(first, lambda name, program, _: seen.append((name, program, printed(program))), keep=keep)
+    assert printed(first) == before, "the first program is never changed"
+    return seen, printed(last)
+
+
+def test_programs_that_are_kept_are_not_changed_by_later_passes() -> None:
+    kept, last = texts_of_run(PASSES)
+    assert [(name, printed(program)) for name, program, _ in kept] == [(name, text) for name, _, text in kept]
+    passing, last_of_passing = texts_of_run(())
+    assert [text for *_, text in passing] == [text for *_, text in kept] and last_of_passing == last

@@ -147,14 +147,22 @@ def test_suggestions_are_the_same_in_every_process() -> None:
         ({"tp": 1, "zero": 3}, lambda each: "tp" not in each.mesh.sizes and each.zero.stage == 3),
         ({"zero": [0, 1]}, lambda each: each.zero is None or each.zero.stage == 1),
         ({"pp": 2}, lambda each: each.pipeline is not None and each.mesh.sizes["pp"] == 2),
+        ({"mesh": "2x2"}, lambda each: list(each.mesh.sizes.values()) == [2, 2]),
         ({"pipeline": Pipeline("pp", 4)}, lambda each: each.pipeline.microbatches == 4),
     ],
-    ids=["tp=2", "no tp, zero=3", "zero 0 or 1", "pp=2", "4 microbatches"],
+    ids=["tp=2", "no tp, zero=3", "zero 0 or 1", "pp=2", "2x2", "4 microbatches"],
 )
 def test_what_is_fixed_is_in_every_suggestion(fix: dict[str, Any], keeps: Any) -> None:
     model, args = transformer(width=256, samples=8, positions=32)
     found = shardc.suggest(model, 4, args=args, links="nvlink", device="h100", fix=fix)
     assert found and all(map(keeps, found)), [each.summary() for each in found]
+
+
+@pytest.mark.parametrize("fix", [{"mesh": "2x2x2"}, {"dp": 2, "tp": 2, "tp2": 2}], ids=str)
+def test_three_axes_may_be_fixed(fix: dict[str, Any]) -> None:
+    model, args = transformer(width=256, samples=8, positions=32)
+    found = shardc.suggest(model, 8, args=args, links="nvlink", device="h100", fix={**fix, **NO_PIPELINE})
+    assert found and all(list(each.mesh.sizes.values()) == [2, 2, 2] for each in found)
 
 
 def test_given_annotations_are_in_every_suggestion() -> None:
@@ -188,6 +196,7 @@ def test_where_nothing_fits_the_nearest_plan_says_by_how_many_bytes() -> None:
         ({"fix": {"tq": 2}}, "'tq'"),
         ({"fix": {"tp": 3}}, "3"),
         ({"fix": {"zero": 4}}, "4"),
+        ({"fix": {"mesh": "2x3"}}, "say the sizes of its axes, as 2x2"),
         ({"links": "nvlnk"}, "nvlnk"),
         ({"device": "h1000"}, "h1000"),
         ({"nodes": 2, "links": "nvlink"}, "no link joins the nodes"),
