@@ -245,16 +245,17 @@ class _Planner:
         stand_ins = self.arrivals.stand_ins
         if is_annotation(node) or (stand_ins and any((node, value) in stand_ins for value in values if value)):
             return None
-        key, tensors = (_Planner._undisputed, arriving, propagated), self.arrivals.tensors(node)
+        uniform = tuple([bool(value and is_uniform(value[0])) for value in values])
+        key = _Planner._undisputed, arriving, propagated, uniform
         if key not in rule.known:
+            tensors = self.arrivals.tensors(node)
             types = (*tensors.operand_types, *tensors.result_types)
             shapes = [None if type_ is None else type_.shape for type_ in types]
             cuts = undisputed_cuts(rule, arriving, propagated, shapes)
-            rule.known[key] = None if cuts is None else (cuts, op_shardings(tensors, cuts))
-        if rule.known[key] is None:
-            return None
-        cuts, op = rule.known[key]
-        return CutChoice(tensors, (cuts,), op.operands, op.results)
+            op = op_shardings(tensors, cuts) if cuts is not None else None
+            rule.known[key] = op and CutChoice(tensors, (cuts,), op.operands, op.results)
+        found: CutChoice | None = rule.known[key]
+        return found
 
     def _cheapest(self, node: fx.Node) -> CutChoice:
         program, shardings = self.arrivals.program, self.arrivals.shardings

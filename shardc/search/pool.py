@@ -33,13 +33,15 @@ class Pool:
     prices: dict[Cuts, Prices | None] = field(default_factory=dict)
 
     def distinct(self, decisions: Iterable[Decision]) -> list[Decision]:
-        """The decisions that change the program, one of those that make the same program of it."""
+        """The decisions that change the program, one of those that cost the same, alone and where samples are cut."""
+        decisions = list(decisions)
+        samples = frozenset(each for each in decisions if each.kind == "samples")
         nothing = self.price(frozenset())
         found: dict[object, Decision] = {}
         for decision in decisions:
             prices = self.price(frozenset({decision}))
             if prices is not None and prices != nothing:
-                found.setdefault(prices, decision)
+                found.setdefault((prices, self.price(samples | {decision})), decision)
         return list(found.values())
 
     def sets(self, start: Cuts, decisions: Sequence[Decision]) -> list[Cuts]:

@@ -15,7 +15,7 @@ from shardc.language.machine import Machine
 from shardc.passes.lower.overlap_collectives import overlap_collectives
 from shardc.program.program import Program
 from shardc.program.traffic import collectives_of
-from shardc.report.explain.blocks import lists_side_by_side, repeated_blocks, with_blocks
+from shardc.report.explain.blocks import lists_side_by_side, modules_of, repeated_blocks, with_blocks
 from shardc.search.compiling import REFUSALS, PlanCompiler
 from shardc.search.space.plan import Plan
 
@@ -96,11 +96,11 @@ class Pricer:
 
     @property
     def num_blocks(self) -> int:
-        """The blocks that the model runs one after the other."""
-        return sum(len(self.lists[paths[0]]) for paths in self.longer)
+        """The modules in blocks that the model runs one after the other."""
+        return sum(len(modules_of(self.lists[paths[0]])) for paths in self.longer)
 
     def _first(self, count: int, paths: Iterable[str]) -> dict[str, tuple[str, ...]]:
-        return {path: self.lists[path][:count] for path in paths}
+        return {path: modules_of(self.lists[path][:count]) for path in paths}
 
     def _compiler(self, kept: Mapping[str, Sequence[str]]) -> PlanCompiler:
         return PlanCompiler(with_blocks(self.model, kept), self.args, self.kwargs)

@@ -32,6 +32,7 @@ BREADTH = 8
 BREADTH_OF_STAGES = 2  # for the devices of a pipeline's stage
 NUM_REFINED = 2
 NUM_SIMPLE, NEAR = 2, 1.02  # short plans that are compiled whole where they take no longer than this times the best
+AMPLE = 0.5  # a plan with a peak of less than this part of the memory need not save any
 GAIN = 0.8  # options make a plan no faster than this part of its time
 
 Progress = Callable[[str], None]
@@ -137,17 +138,22 @@ class Search:
     def _probe(self, plan: Plan, than: Plan | None = None) -> Found | None:
         """The plan with its price; None where it cannot be compiled.
 
-        ``than``: another plan; None where one block tells that this one is worse than that, in time and in memory.
+        ``than``: another plan; None where one block tells that this one is worse than that: in time, and in memory too
+        unless there is much more than that one needs.
         """
         if not is_possible(plan.axes):
             return None
         machines = (self.task.machine,)
         if than is not None:
             few, other = (self.pricer.of_few(each, machines) for each in (plan, than))
-            if few is None or (other and few[0].seconds > other[0].seconds and few[0].peak >= other[0].peak):
+            if few is None or (other and self._is_worse(few[0], other[0], than)):
                 return None
         prices = self.pricer.of_all(plan, machines)
         return None if prices is None else Found(plan, prices[0])
+
+    def _is_worse(self, few: Price, other: Price, than: Plan) -> bool:
+        has_memory = self.task.objective == "time" and self.found[than].price.peak < AMPLE * self.task.memory
+        return few.seconds > other.seconds and (has_memory or few.peak >= other.peak)
 
     # Meshes.
 
@@ -159,14 +165,21 @@ class Search:
             if self.task.devices == 1:
                 self.price(replace(blank, axes=(Axis("dp", 1),)))
             self._on_shapes([(each,) for each in (*data, *model)], 1, blank)
-            pairs = self._best_pairs(list(product(data, model)), blank)
+            pairs = list(product(data, model))
+            pairs = self._best_pairs(list(self._allowed(pairs, 2)) or pairs, blank)
             self._on_shapes(pairs, 2, blank)
             self._on_shapes([pair[::-1] for pair in pairs[: self.breadth // 2]], 2, blank)
             if self.task.machine.between is not None:
                 self._on_shapes([(each, each) for each in data[:2]], 2, blank)
-            several = 4 if not self.found else 1  # three axes may be all that is allowed
-            triples = list(_triples(pairs, model))[: several * self.breadth // 2]
-            self._on_shapes(triples, 3, blank)
+            triples = self._allowed(_triples(pairs, model), 3)
+            most = self.breadth // 2 if self.found else 2 * self.breadth  # three axes may be all that is allowed
+            self._on_shapes(list(islice(triples, most)), 3, blank)
+
+    def _allowed(self, sets: Iterable[tuple[Cuts, ...]], num_axes: int) -> Iterator[tuple[Cuts, ...]]:
+        """The sets for so many axes that are allowed on some shape."""
+        for each in sets:
+            if any(self.task.allows(self._axes(shape, each)) for shape in self._shapes(num_axes)):
+                yield each
 
     def _best_pairs(self, pairs: Sequence[tuple[Cuts, ...]], blank: Plan) -> list[tuple[Cuts, ...]]:
         """The pairs that are best on the most even shape, by rank and by time in turn."""

@@ -1,21 +1,26 @@
-"""Two of a model's repeated blocks, which stand for all of them where many changes of a plan are tried."""
+"""Two of a model's repeated blocks, which stand for all of them where many changes of a plan are tried.
+
+A block is a module of a list, or several in a row where modules alternate, as layers with experts and without do.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from itertools import chain, groupby
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
 
 from torch import nn
 
 NUM_KEPT = 2  # blocks: the first one reads what is not a block, the last one is read by it
 
+Blocks = tuple[tuple[str, ...], ...]  # the names of the modules of each block
 
-def repeated_blocks(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """The names of the blocks in each list with more than two like modules in a row; outermost lists alone.
 
-    By the list's path. Of several rows the longest; blocks before and after it are not among the names.
+def repeated_blocks(model: nn.Module) -> dict[str, Blocks]:
+    """The blocks in each list with more than two like ones in a row; outermost lists alone.
+
+    By the list's path. Of several rows the longest; modules before and after it are in no block.
     """
-    lists: dict[str, tuple[str, ...]] = {}
+    lists: dict[str, Blocks] = {}
     queue, visited = [("", model)], set[nn.Module]()
     for path, module in queue:
         row = like_blocks(module)
@@ -27,12 +32,32 @@ def repeated_blocks(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return lists
 
 
-def like_blocks(module: nn.Module) -> tuple[str, ...]:
-    """The names of the longest row of like modules in a list; nothing for a module that is no list."""
+def like_blocks(module: nn.Module) -> Blocks:
+    """The longest row of like blocks in a list, of equal ones that of the shortest blocks.
+
+    Nothing for a module that is no list. In a block of several modules none is a leaf, as layers and activations are.
+    """
     if not isinstance(module, (nn.ModuleList, nn.Sequential)):
         return ()
-    rows = [tuple(name for name, _ in row) for _, row in groupby(module.named_children(), lambda each: _form(each[1]))]
-    return max(rows, key=len, default=())
+    children = dict(module.named_children())
+    names, forms = list(children), list(map(_form, children.values()))
+    best, best_length = range(0), 1
+    for length in range(1, max(1, len(names) // 2) + 1):
+        row = _longest_row(forms, length)
+        has_leaf = any(not children[names[i]]._modules for i in row)
+        if len(row) > len(best) and (length == 1 or (len(row) > length and not has_leaf)):
+            best, best_length = row, length
+    return tuple(tuple(names[i] for i in best[at : at + best_length]) for at in range(0, len(best), best_length))
+
+
+def _longest_row(forms: Sequence[object], length: int) -> range:
+    """The first longest range of a multiple of ``length`` in which each form is that so many before."""
+    best, start = range(0), 0
+    for i in range(length, len(forms) + 1):
+        if i == len(forms) or forms[i] != forms[i - length]:
+            best = max(best, range(start, start + (i - start) // length * length), key=len)
+            start = i - length + 1
+    return best
 
 
 def _form(module: nn.Module) -> object:
@@ -41,22 +66,28 @@ def _form(module: nn.Module) -> object:
     return type(module), tuple((name, tuple(tensor.shape)) for name, tensor in state)
 
 
-def lists_side_by_side(lists: Mapping[str, tuple[str, ...]]) -> list[tuple[str, ...]]:
+def modules_of(blocks: Blocks) -> tuple[str, ...]:
+    """The names of all modules of some blocks."""
+    return tuple(chain.from_iterable(blocks))
+
+
+def lists_side_by_side(lists: Mapping[str, Blocks]) -> list[tuple[str, ...]]:
     """The paths of lists in groups: of one length and beside each other, since a model may walk them side by side."""
     groups: dict[tuple[str, int], list[str]] = {}
-    for path, names in lists.items():
-        groups.setdefault((path.rpartition(".")[0], len(names)), []).append(path)
+    for path, blocks in lists.items():
+        groups.setdefault((path.rpartition(".")[0], len(blocks)), []).append(path)
     return list(map(tuple, groups.values()))
 
 
-def nearest_blocks(lists: Mapping[str, tuple[str, ...]], names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Two blocks of each list: those that contain what is named, by the paths of modules or parameters, come first."""
+def nearest_blocks(lists: Mapping[str, Blocks], names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """The modules of two blocks of each list: those that contain what is named, by a path, come first."""
     parts, kept = [name.split(".") for name in names], dict[str, tuple[str, ...]]()
     for path, blocks in lists.items():
         depth = len(path.split(".")) if path else 0
         named = [part[depth] for part in parts if ".".join(part[:depth]) == path and len(part) > depth]
-        first = list(dict.fromkeys(each for each in (*named, *blocks) if each in blocks))[:NUM_KEPT]
-        kept[path] = tuple(each for each in blocks if each in first)
+        with_named = [block for name in named for block in blocks if name in block]
+        first = list(dict.fromkeys((*with_named, *blocks)))[:NUM_KEPT]
+        kept[path] = modules_of(tuple(block for block in blocks if block in first))
     return kept
 
 
@@ -83,7 +114,7 @@ def with_blocks(model: nn.Module, kept: Mapping[str, Collection[str]]) -> nn.Mod
 
 def _all_but(blocks: nn.Module, kept: Collection[str]) -> set[str]:
     """The names in a list, of its repeated blocks the kept ones alone."""
-    return set(blocks._modules) - (set(like_blocks(blocks)) - set(kept))
+    return set(blocks._modules) - (set(modules_of(like_blocks(blocks))) - set(kept))
 
 
 def blocks_text(kept: Mapping[str, tuple[str, ...]]) -> str:

@@ -13,19 +13,23 @@ from shardc.report.explain.blocks import like_blocks
 def parameter_globs(model: nn.Module) -> dict[str, str]:
     """For each parameter of a model a glob, which matches the same parameter of all blocks of a list and no other.
 
-    ``*.mlp.up.weight``; the name itself where it is in no list of like blocks. Tied parameters have their first name.
+    ``*.mlp.up.weight``; ``param:*.mlp.up`` where modules have such names too; the name itself where it is in no list of
+    like blocks. Tied parameters have their first name.
     """
     lists = {path for path, module in model.named_modules() if len(like_blocks(module)) > 1}
     names = [name for name, _ in model.named_parameters()]
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(_without_numbers(name, lists), []).append(name)
-    known = {name: name for name, _ in model.named_parameters(remove_duplicate=False)}
-    known |= {path: path for path, _ in model.named_modules()}
+    stored = {name: name for name, _ in model.named_parameters(remove_duplicate=False)}
+    stored |= {name: name for name, _ in model.named_buffers()}
+    known = stored | {path: path for path, _ in model.named_modules()}
     found: dict[str, str] = {}
     for pattern, group in groups.items():
-        exact = next((each for each in _globs(pattern) if glob(each, known) == group), "")
-        found |= {name: exact or name for name in group}
+        globs = list(_globs(pattern))
+        exact = [each for each in globs if glob(each, known) == group]
+        exact += [f"param:{each}" for each in globs if glob(each, stored) == group]
+        found |= {name: exact[0] if exact else name for name in group}
     return found
 
 

@@ -13,22 +13,35 @@ Annotations = dict[str, P]
 def shortened(plan: Plan, is_same: Callable[[Annotations], bool]) -> Annotations:
     """Annotations that make the same program as those of a plan, as ``is_same`` tells; the user's own stay."""
     annotations, given = plan.annotations, dict(plan.given)
-    for pattern in [each for each in annotations if each not in given]:
-        for shorter in _shorter(annotations, pattern):
-            if is_same(shorter):
-                annotations = shorter
-                break
+    patterns = [each for each in annotations if each not in given]
+    for pattern in patterns:
+        without = {name: each for name, each in annotations.items() if name != pattern}
+        annotations = without if is_same(without) else annotations
+    patterns = [each for each in patterns if each in annotations]
+    closed = annotations
+    for pattern in patterns:  # mostly all of them may be
+        closed = _replaced(closed, pattern, _name(pattern), _closed(annotations[pattern]))
+    if is_same(closed):
+        return closed
+    for pattern in patterns:
+        annotations = next(filter(is_same, _shorter(annotations, pattern)), annotations)
     return annotations
 
 
 def _shorter(annotations: Annotations, pattern: str) -> Iterator[Annotations]:
-    """The annotations without one, with all its dims closed, and with a name that needs no prefix."""
+    """The annotations with all dims of one closed, with a name that needs no prefix, and with both."""
     spec = annotations[pattern]
-    yield {name: each for name, each in annotations.items() if name != pattern}
-    closed = P(*(None if spec.is_open(dim) else entry for dim, entry in enumerate(spec.entries)))
-    for name in dict.fromkeys((pattern.partition(":")[2] or pattern, pattern)):
-        yield _replaced(annotations, pattern, name, closed)
-    yield _replaced(annotations, pattern, pattern.partition(":")[2] or pattern, spec)
+    for name in dict.fromkeys((_name(pattern), pattern)):
+        yield _replaced(annotations, pattern, name, _closed(spec))
+    yield _replaced(annotations, pattern, _name(pattern), spec)
+
+
+def _name(pattern: str) -> str:
+    return pattern.partition(":")[2] or pattern
+
+
+def _closed(spec: P) -> P:
+    return P(*(None if spec.is_open(dim) else entry for dim, entry in enumerate(spec.entries)))
 
 
 def _replaced(annotations: Mapping[str, P], pattern: str, name: str, spec: P) -> Annotations:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import shardc
 from shardc import Mesh, P
 from shardc.report.explain.advice import Advisor, best_changes
-from shardc.report.explain.blocks import blocks_text, nearest_blocks, repeated_blocks, with_blocks
+from shardc.report.explain.blocks import blocks_text, like_blocks, nearest_blocks, repeated_blocks, with_blocks
 from shardc.report.explain.retry import Retry
 
 MESH = Mesh(dp=2, tp=2)
@@ -28,11 +28,20 @@ def test_lists_of_like_modules_are_repeated_and_the_outermost_alone() -> None:
     block = [nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]) for _ in range(3)]
     unlike = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 8)])
     model = nn.ModuleDict({"blocks": nn.ModuleList(block), "unlike": unlike, "pair": nn.ModuleList(unlike[:2])})
-    assert repeated_blocks(model) == {"blocks": ("0", "1", "2")}
+    assert repeated_blocks(model) == {"blocks": (("0",), ("1",), ("2",))}
+
+
+def test_modules_that_alternate_are_blocks_of_several() -> None:
+    dense, routed = (lambda width=width: nn.ModuleDict({"up": nn.Linear(4, width)}) for width in (8, 16))
+    layers = nn.ModuleList([nn.Linear(4, 4), *(make() for _ in range(3) for make in (dense, routed)), dense()])
+    assert like_blocks(layers) == (("1", "2"), ("3", "4"), ("5", "6"))
+    assert nearest_blocks({"layers": like_blocks(layers)}, ["layers.4.up"]) == {"layers": ("1", "2", "3", "4")}
+    leaves = nn.Sequential(*(make() for _ in range(3) for make in (lambda: nn.Linear(4, 4), nn.ReLU)))
+    assert len(like_blocks(leaves)) == 1, "layers and activations in turn may be cut in turn"
 
 
 def test_the_blocks_that_are_named_are_kept_first_and_keep_their_names() -> None:
-    lists = {"encoder.layers": ("0", "1", "2", "3"), "decoder": ("0", "1", "2")}
+    lists = {"encoder.layers": (("0",), ("1",), ("2",), ("3",)), "decoder": (("0",), ("1",), ("2",))}
     kept = nearest_blocks(lists, ["head", "encoder.layers.2.mlp", "encoder.layers.0"])
     assert kept == {"encoder.layers": ("0", "2"), "decoder": ("0", "1")}
     assert blocks_text(kept) == "blocks 0 and 2 of encoder.layers and blocks 0 and 1 of decoder"
