@@ -252,8 +252,10 @@ class _Planner:
             types = (*tensors.operand_types, *tensors.result_types)
             shapes = [None if type_ is None else type_.shape for type_ in types]
             cuts = undisputed_cuts(rule, arriving, propagated, shapes)
-            op = op_shardings(tensors, cuts) if cuts is not None else None
-            rule.known[key] = op and CutChoice(tensors, (cuts,), op.operands, op.results)
+            rule.known[key] = None
+            if cuts is not None:
+                op = op_shardings(tensors, cuts)
+                rule.known[key] = CutChoice(tensors, (cuts,), op.operands, op.results)
         found: CutChoice | None = rule.known[key]
         return found
 

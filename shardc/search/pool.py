@@ -55,7 +55,8 @@ class Pool:
             for together in (start | _along(decisions, 0), start | _along(decisions, 1)):
                 if self._figure(together, figure) < lowest:
                     lowest = self._climb(start, decisions, figure, together)
-        known = [(cuts, prices) for cuts, prices in self.prices.items() if prices and start <= cuts and cuts]
+        most = start.union(decisions)
+        known = [(cuts, prices) for cuts, prices in self.prices.items() if prices and start <= cuts <= most and cuts]
         best = [sorted(known, key=lambda each: (figure(each[1]), len(each[0])))[:NUM_KEPT] for figure in FIGURES]
         alone = [start] * bool(start and self.price(start))  # options may make it the best
         return list(dict.fromkeys((*alone, *(cuts for rank in zip(*best, strict=False) for cuts, _ in rank))))

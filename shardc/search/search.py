@@ -32,6 +32,8 @@ BREADTH = 8
 BREADTH_OF_STAGES = 2  # for the devices of a pipeline's stage
 NUM_REFINED = 2
 NUM_SIMPLE, NEAR = 2, 1.02  # short plans that are compiled whole where they take no longer than this times the best
+NUM_POOL = 3  # sets of the pool that are tried beside others with samples, and in refinement
+CLEARLY = 1.05  # one block hides less of what is sent than several do
 AMPLE = 0.5  # a plan with a peak of less than this part of the memory need not save any
 GAIN = 0.8  # options make a plan no faster than this part of its time
 
@@ -129,31 +131,30 @@ class Search:
     def _best_text(self) -> str:
         return "".join(f", the best {each.plan.mesh}, {1e3 * each.price.seconds:.1f} ms" for each in self.best())
 
-    def price(self, plan: Plan, than: Plan | None = None) -> Found | None:
-        """The plan with its price, kept among those found; None where it is not allowed or cannot be compiled."""
-        if plan not in self.found and self.task.allows(plan.axes) and (found := self._probe(plan, than)):
-            self.found[plan] = found
-        return self.found.get(plan)
+    def price(self, plan: Plan, than: Plan | None = None, clearly: float = 1 / GAIN) -> Found | None:
+        """The plan with its price, kept among those found; None where it is not allowed or cannot be compiled.
 
-    def _probe(self, plan: Plan, than: Plan | None = None) -> Found | None:
-        """The plan with its price; None where it cannot be compiled.
-
-        ``than``: another plan; None where one block tells that this one is worse than that: in time, and in memory too
-        unless there is much more than that one needs.
+        ``than``: another plan; None where one block tells that this one is ``clearly`` worse than that: in time by this
+        factor, and in memory too unless there is much more than that one needs.
         """
-        if not is_possible(plan.axes):
+        if plan in self.found:
+            return self.found[plan]
+        if not (is_possible(plan.axes) and self.task.allows(plan.axes)):
             return None
         machines = (self.task.machine,)
         if than is not None:
             few, other = (self.pricer.of_few(each, machines) for each in (plan, than))
-            if few is None or (other and self._is_worse(few[0], other[0], than)):
+            if few is None or (other and self._is_worse(few[0], other[0], than, clearly)):
                 return None
         prices = self.pricer.of_all(plan, machines)
-        return None if prices is None else Found(plan, prices[0])
+        if prices is None:
+            return None
+        self.found[plan] = Found(plan, prices[0])
+        return self.found[plan]
 
-    def _is_worse(self, few: Price, other: Price, than: Plan) -> bool:
+    def _is_worse(self, few: Price, other: Price, than: Plan, clearly: float) -> bool:
         has_memory = self.task.objective == "time" and self.found[than].price.peak < AMPLE * self.task.memory
-        return few.seconds > other.seconds and (has_memory or few.peak >= other.peak)
+        return few.seconds > clearly * other.seconds and (has_memory or few.peak >= other.peak)
 
     # Meshes.
 
@@ -165,7 +166,7 @@ class Search:
             if self.task.devices == 1:
                 self.price(replace(blank, axes=(Axis("dp", 1),)))
             self._on_shapes([(each,) for each in (*data, *model)], 1, blank)
-            pairs = list(product(data, model))
+            pairs: list[tuple[Cuts, ...]] = list(product(data, (*model, *data[:NUM_POOL])))
             pairs = self._best_pairs(list(self._allowed(pairs, 2)) or pairs, blank)
             self._on_shapes(pairs, 2, blank)
             self._on_shapes([pair[::-1] for pair in pairs[: self.breadth // 2]], 2, blank)
@@ -182,16 +183,18 @@ class Search:
                 yield each
 
     def _best_pairs(self, pairs: Sequence[tuple[Cuts, ...]], blank: Plan) -> list[tuple[Cuts, ...]]:
-        """The pairs that are best on the most even shape, by rank and by time in turn."""
+        """The pairs that are best with one block on the most even shape, by time and by time and memory in turn."""
         shape = next(iter(self._shapes(2)), None)
         if shape is None:
             return []
-        plans = ((each, replace(blank, axes=self._axes(shape, each))) for each in pairs)
-        priced = [(each, found) for each, plan in plans if (found := self.price(plan) or self._probe(plan))]
-        by_rank = sorted(priced, key=lambda pair: pair[1].rank(self.task))
-        by_time = sorted(priced, key=lambda pair: pair[1].price.seconds)
-        in_turn = chain.from_iterable(zip(by_rank, by_time, strict=True))
-        return list(dict.fromkeys(each for each, _ in in_turn))[: self.breadth]
+        plans = {each: replace(blank, axes=self._axes(shape, each)) for each in pairs}
+        possible = {each: plan for each, plan in plans.items() if is_possible(plan.axes)}
+        priced = {each: self.pricer.of_few(plan, (self.task.machine,)) for each, plan in possible.items()}
+        costs = {each: (prices[0].seconds, prices[0].peak) for each, prices in priced.items() if prices}
+        by_time = sorted(costs, key=lambda each: costs[each][0])
+        by_both = sorted(costs, key=lambda each: costs[each][0] * costs[each][1])
+        in_turn = chain.from_iterable(zip(by_time, by_both, strict=True))
+        return list(dict.fromkeys(in_turn))[: self.breadth]
 
     def _shapes(self, num_axes: int) -> list[tuple[int, ...]]:
         """The shapes of meshes, even ones first."""
@@ -256,7 +259,7 @@ class Search:
         while is_better:
             before = best
             for plan in self._neighbours(best.plan, decisions):
-                found = self.price(plan, best.plan)
+                found = self.price(plan, best.plan, CLEARLY)
                 if found is not None and found.is_better(best, self.task):
                     best = found
             is_better = best is not before
@@ -265,7 +268,7 @@ class Search:
         """Plans with a decision more or less on an axis, with a set of the pool on it, or with other ZeRO."""
         for i, axis in enumerate(plan.axes):
             pool = self.data if axis.cuts_samples else self.model
-            for cuts in dict.fromkeys((*(axis.cuts ^ {each} for each in decisions), *pool)):
+            for cuts in dict.fromkeys((*(axis.cuts ^ {each} for each in decisions), *pool[:NUM_POOL])):
                 changed = Axis(axis.name, axis.size, cuts)
                 yield replace(plan, axes=(*plan.axes[:i], changed, *plan.axes[i + 1 :]), written=None)
         zeros = (Zero(axis.name, stage) for axis in plan.axes for stage in self.task.stages if stage)  # type: ignore[arg-type]
