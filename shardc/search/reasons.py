@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from typing import Any
 
 from shardc.language.text import bytes_text, seconds_text
 from shardc.search.search import Found
-from shardc.search.space.plan import Axis, Plan
+from shardc.search.space.plan import Plan
 from shardc.search.suggestion import python_text
 from shardc.search.task import Task
 
@@ -27,7 +28,7 @@ def _alternatives(plan: Plan) -> Iterator[Alternative]:
     yield f"{plan.mesh}", "on another mesh", lambda other: other.mesh != plan.mesh
     for axis in plan.axes:
         for decision in sorted(axis.cuts, key=str):
-            without = Axis(axis.name, axis.size, axis.cuts - {decision})
+            without = replace(axis, cuts=axis.cuts - {decision})
             axes = tuple(without if each == axis else each for each in plan.axes)
             yield f"{axis.name} cuts {decision}", "without that", lambda other, axes=axes: other.axes == axes  # type: ignore[misc]
     for name in ("zero", "remat", "precision", "pipeline"):

@@ -265,12 +265,15 @@ class Search:
             is_better = best is not before
 
     def _neighbours(self, plan: Plan, decisions: Sequence[Decision]) -> Iterator[Plan]:
-        """Plans with a decision more or less on an axis, with a set of the pool on it, or with other ZeRO."""
+        """Plans with a decision more or less on an axis, a set of the pool, other seeds, or other ZeRO."""
         for i, axis in enumerate(plan.axes):
             pool = self.data if axis.cuts_samples else self.model
-            for cuts in dict.fromkeys((*(axis.cuts ^ {each} for each in decisions), *pool[:NUM_POOL])):
-                changed = Axis(axis.name, axis.size, cuts)
-                yield replace(plan, axes=(*plan.axes[:i], changed, *plan.axes[i + 1 :]), written=None)
+            sets = dict.fromkeys((*(axis.cuts ^ {each} for each in decisions), *pool[:NUM_POOL]))
+            others = [replace(axis, cuts=cuts) for cuts in sets]
+            if sum(each.kind == "parameters" for each in axis.cuts) > 1:
+                others.append(replace(axis, is_by_rows=not axis.is_by_rows))
+            for other in others:
+                yield replace(plan, axes=(*plan.axes[:i], other, *plan.axes[i + 1 :]), written=None)
         zeros = (Zero(axis.name, stage) for axis in plan.axes for stage in self.task.stages if stage)  # type: ignore[arg-type]
         yield from (replace(plan, zero=zero) for zero in (None, *zeros))
 

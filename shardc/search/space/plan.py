@@ -16,11 +16,16 @@ Cuts = frozenset[Decision]
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One axis of a mesh, and the decisions that it cuts."""
+    """One axis of a mesh, and the decisions that it cuts.
+
+    ``is_by_rows``: each is annotated at its lowest dim, not at that of its first seed. It matters where two decisions
+    meet in one tensor, as along a chain of layers: the one that is annotated there has it.
+    """
 
     name: str
     size: int
     cuts: Cuts = frozenset()
+    is_by_rows: bool = False
 
     @property
     def cuts_samples(self) -> bool:
@@ -87,10 +92,12 @@ class Plan:
             for decision in sorted(axis.cuts, key=lambda each: (each.kind != "samples", str(each))):
                 if axis.size > 1:
                     axes.setdefault(decision, []).append(axis.name)
+        by_rows = {decision for axis in self.axes if axis.is_by_rows for decision in axis.cuts}
         taken: dict[str, set[str]] = {}
         for decision, names in axes.items():
-            free = [seed for seed in decision.seeds if taken.get(seed.pattern, set()).isdisjoint(names)]
-            seed = (free or decision.seeds)[0]
+            seeds = sorted(decision.seeds, key=lambda each: each.dim) if decision in by_rows else decision.seeds
+            free = [seed for seed in seeds if taken.get(seed.pattern, set()).isdisjoint(names)]
+            seed = (free or seeds)[0]
             taken.setdefault(seed.pattern, set()).update(names)
             yield seed, names
 
