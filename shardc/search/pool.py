@@ -8,11 +8,13 @@ from math import inf
 
 from shardc.search.price import Price, Pricer
 from shardc.search.space.decision import Decision
+from shardc.search.space.meshes import cuts_well
 from shardc.search.space.plan import Axis, Cuts, Plan
 from shardc.search.task import Task
 
 NUM_KEPT = 2  # sets that are best by one figure
 WORTH = 1e-4  # a change makes a figure better by this part at least
+MOST = 10  # decisions that are added and dropped one by one
 LARGEST = 8  # ranks of the axis on which sets are compared
 
 Prices = tuple[Price, ...]  # over links inside a node, and over links between nodes
@@ -34,7 +36,7 @@ class Pool:
 
     def distinct(self, decisions: Iterable[Decision]) -> list[Decision]:
         """The decisions that change the program, one of those that cost the same, alone and where samples are cut."""
-        decisions = list(decisions)
+        decisions = [each for each in decisions if self._may_cut(each.size)]
         samples = frozenset(each for each in decisions if each.kind == "samples")
         nothing = self.price(frozenset())
         found: dict[object, Decision] = {}
@@ -43,6 +45,16 @@ class Pool:
             if prices is not None and prices != nothing:
                 found.setdefault((prices, self.price(samples | {decision})), decision)
         return list(found.values())
+
+    def _may_cut(self, size: int) -> bool:
+        """Whether some axis could cut a dim of this size."""
+        ranks = next((each for each in range(2, self.task.devices + 1) if self.task.devices % each == 0), 1)
+        return cuts_well(size, ranks)
+
+    def foremost(self, start: Cuts, decisions: Sequence[Decision]) -> list[Decision]:
+        """The decisions that gain the most beside ``start``, in time or in time and memory."""
+        orders = [sorted(decisions, key=lambda each: self._figure(start | {each}, figure)) for figure in FIGURES]
+        return list(dict.fromkeys(each for rank in zip(*orders, strict=True) for each in rank))[:MOST]
 
     def sets(self, start: Cuts, decisions: Sequence[Decision]) -> list[Cuts]:
         """Sets around ``start``, the best by each figure first.
@@ -62,11 +74,11 @@ class Pool:
         return list(dict.fromkeys((*alone, *(cuts for rank in zip(*best, strict=False) for cuts, _ in rank))))
 
     def _climb(self, start: Cuts, decisions: Sequence[Decision], figure: Figure, cuts: Cuts = frozenset()) -> float:
-        """Add decisions in the order of what each gains alone, then drop those without which the figure is better.
+        """Add the decisions that gain most, in the order of what each gains alone, then drop those that cost by now.
 
         ``cuts``: the set to begin with, by default ``start``, which stays in it. Returns the best figure.
         """
-        order = sorted(decisions, key=lambda each: self._figure(start | {each}, figure))
+        order = sorted(decisions, key=lambda each: self._figure(start | {each}, figure))[:MOST]
         cuts = cuts or start
         lowest = self._figure(cuts, figure)
         for decision in (*order, *order):

@@ -89,6 +89,7 @@ class Search:
         others = [each for each in decisions if each not in samples]
         self.data, self.model = pool.sets(samples, others), pool.sets(frozenset(), others)
         self.progress(f"{len(decisions)} decisions, {len(self.data) + len(self.model)} sets of them for an axis")
+        changed = list(dict.fromkeys([*samples, *pool.foremost(samples, others), *pool.foremost(frozenset(), others)]))
         self._meshes()
         self.progress(f"{len(self.found)} plans on meshes{self._best_text()}")
         self._options()
@@ -97,7 +98,7 @@ class Search:
         for each in self.best(len(self.found)):
             of_mesh.setdefault(str(each.plan.mesh), each)
         for each in islice(of_mesh.values(), NUM_REFINED):
-            self._refine(each, decisions)
+            self._refine(each, changed)
         self.progress(f"{len(self.found)} plans refined{self._best_text()}")
 
     def for_stages(self, num_stages: int) -> list[Found]:

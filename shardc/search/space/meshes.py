@@ -53,4 +53,9 @@ def is_possible(axes: Sequence[Axis]) -> bool:
     for axis in axes:
         for decision in axis.cuts:
             shards[decision] = shards.get(decision, 1) * axis.size
-    return all(each.size % count == 0 or each.size >= 4 * count for each, count in shards.items())
+    return all(cuts_well(each.size, count) for each, count in shards.items())
+
+
+def cuts_well(size: int, count: int) -> bool:
+    """Whether a dim of this size can be cut into so many shards, none of which is much smaller than another."""
+    return size % count == 0 or size >= 4 * count
