@@ -95,8 +95,8 @@ def run_passes(
     """Run every pass, or those after one, up to and including another, and verify each new program.
 
     ``watch`` is called with each pass's name, the program after it and the seconds it took. ``keep``: the passes whose
-    programs are not changed by later ones; neither is the first program. ``is_verified`` is false for programs that
-    are only priced. A pass that fails is told as an InternalError.
+    programs later passes must not change; the first program is never changed. ``is_verified`` is false for programs
+    that are only priced. Any other error of a pass than one about the user's input is raised as an InternalError.
     """
     is_kept = True
     for run in PASSES[0 if after is None else PASSES.index(after) + 1 : PASSES.index(until) + 1]:

@@ -54,12 +54,11 @@ def cheapest_plan(program: Program) -> CutPlan:
     """
     plan = of_data = choose_cuts(program)
     contested = Precedence(program.pins).contested
-    products = [node for node in program.calls if _is_divisible(program, node)] if contested else []
     data_bytes = of_data.wire_bytes if contested else 0
-    for axis in contested if products else ():
+    for axis in contested:
         other = with_parameters_first(program, axis)
-        theirs = {node.name: node for node in other.calls}
-        if any(_is_other_product(program, ours, other, theirs[ours.name]) for ours in products):
+        pairs = zip(program.calls, other.calls, strict=True)
+        if any(_is_other_product(program, ours, other, theirs) for ours, theirs in pairs):
             plan = _divided(program, plan, other)
     plan = with_moved_axes(plan)
     wire_bytes = data_bytes if plan is of_data or not contested else plan.wire_bytes
@@ -72,19 +71,13 @@ def with_parameters_first(program: Program, axis: str) -> Program:
     return propagated(cut_blocks(program, first), first)
 
 
-def _is_divisible(program: Program, node: fx.Node) -> bool:
-    """Whether an op is a product with an input, of tensors that share a dim: it may be cut as data or as parameters."""
-    rule = program.rule(node)
-    is_product = len(rule.operands) > 1 and any(map(rule.is_reduced, rule.sizes)) and not program.has_many(node)
-    tensors = [dims for dims in rule.operands if dims is not None]
-    shares = is_product and any(all(rule.has(factor, dims) for dims in tensors) for factor in rule.sizes)
-    return shares and any(map(_is_of_input, node.all_input_nodes))
-
-
 def _is_other_product(program: Program, ours: fx.Node, other: Program, theirs: fx.Node) -> bool:
-    """Whether such a product would be cut, with parameters first, along a dim that its tensors share."""
+    """Whether a product with an input would be cut, with parameters first, along a dim that its tensors share."""
     rule = program.rule(ours)
-    if program.shardings(ours) == other.shardings(theirs):
+    is_product = len(rule.operands) > 1 and any(map(rule.is_reduced, rule.sizes)) and not program.has_many(ours)
+    if program.shardings(ours) == other.shardings(theirs) or not is_product:
+        return False
+    if not any(map(_is_of_input, ours.all_input_nodes)):
         return False
     our_cuts, their_cuts = (
         factor_cuts(rule.results[0] or (), by.sharding(node).dims, program.type(node).shape, rule.sizes)

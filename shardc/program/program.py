@@ -128,7 +128,7 @@ class Program:
         return replace(self, graph=graph, level=level or self.level)
 
     def edited(self, level: Level | None = None) -> Program:
-        """This program, whose graph is changed from now on: nothing is known of it any more."""
+        """The same graph without the facts that were computed from it, for a pass that is about to change it."""
         return replace(self, level=level or self.level)
 
     def unbound(self) -> Program:

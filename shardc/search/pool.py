@@ -53,7 +53,7 @@ class Pool:
 
     def foremost(self, start: Cuts, decisions: Sequence[Decision]) -> list[Decision]:
         """The decisions that gain the most beside ``start``, in time or in time and memory."""
-        orders = [sorted(decisions, key=lambda each: self._figure(start | {each}, figure)) for figure in FIGURES]
+        orders = [self._by_gain(start, decisions, figure) for figure in FIGURES]
         return list(dict.fromkeys(each for rank in zip(*orders, strict=True) for each in rank))[:MOST]
 
     def sets(self, start: Cuts, decisions: Sequence[Decision]) -> list[Cuts]:
@@ -78,7 +78,7 @@ class Pool:
 
         ``cuts``: the set to begin with, by default ``start``, which stays in it. Returns the best figure.
         """
-        order = sorted(decisions, key=lambda each: self._figure(start | {each}, figure))[:MOST]
+        order = self._by_gain(start, decisions, figure)[:MOST]
         cuts = cuts or start
         lowest = self._figure(cuts, figure)
         for decision in (*order, *order):
@@ -86,6 +86,10 @@ class Pool:
             if value < (1 - WORTH) * lowest:
                 cuts, lowest = cuts ^ {decision}, value
         return lowest
+
+    def _by_gain(self, start: Cuts, decisions: Iterable[Decision], figure: Figure) -> list[Decision]:
+        """The decisions by what each gains alone beside ``start``, the best first."""
+        return sorted(decisions, key=lambda each: self._figure(start | {each}, figure))
 
     def _figure(self, cuts: Cuts, figure: Figure) -> float:
         prices = self.price(cuts)

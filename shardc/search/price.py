@@ -45,10 +45,10 @@ class Price:
         return self.computing + self.exposed
 
     def further(self, before: Price, count: int) -> Price:
-        """What ``count`` further blocks cost, of which the last one raised the price from ``before`` to this one.
+        """The cost of ``count`` more blocks, if one more block raises the price from ``before`` to this one.
 
-        Further ones gather no more at a time. Where the last one hid some of the time in which the others wait, further
-        ones need not hide more.
+        Parameters are gathered block by block, so that more blocks do not raise ``gathered``. If one more block makes
+        the waiting shorter, since it computes while others send, further blocks are not assumed to shorten it again.
         """
         last = Price(*(getattr(self, each.name) - getattr(before, each.name) for each in fields(self)))
         all_of_them = Price(*(count * getattr(last, each.name) for each in fields(self)))

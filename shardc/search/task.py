@@ -20,9 +20,8 @@ class Task:
 
     ``memory``: bytes that a rank has. ``given``: annotations that stay. ``sizes``: the sizes that an axis may have, by
     its name; an axis that a plan does not have has one rank. ``meshes``: the sizes of axes that a mesh may have, in any
-    order; None for all. ``stages``: of ZeRO, 0 for none. ``remats``,
-    ``precisions`` and ``pipelines``: the options that a plan may have; of a pipeline, the ones with any number of
-    stages where ``pipelines`` is None.
+    order; None for all. ``stages``: of ZeRO, 0 for none. ``remats``, ``precisions`` and ``pipelines``: the options that
+    a plan may have; of a pipeline, the ones with any number of stages where ``pipelines`` is None.
     """
 
     devices: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
 
@@ -26,11 +26,16 @@ def parameter_globs(model: nn.Module) -> dict[str, str]:
     known = stored | {path: path for path, _ in model.named_modules()}
     found: dict[str, str] = {}
     for pattern, group in groups.items():
-        globs = list(_globs(pattern))
-        exact = [each for each in globs if glob(each, known) == group]
-        exact += [f"param:{each}" for each in globs if glob(each, stored) == group]
-        found |= {name: exact[0] if exact else name for name in group}
+        exact = _exact(pattern, group, known)
+        if not exact and (of_stored := _exact(pattern, group, stored)):
+            exact = f"param:{of_stored}"
+        found |= {name: exact or name for name in group}
     return found
+
+
+def _exact(pattern: str, group: list[str], names: Mapping[str, str]) -> str:
+    """The shortest glob that matches this group of the names alone; an empty text where there is none."""
+    return next((each for each in _globs(pattern) if glob(each, names) == group), "")
 
 
 def _without_numbers(name: str, lists: Iterable[str]) -> str:

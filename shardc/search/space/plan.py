@@ -18,8 +18,8 @@ Cuts = frozenset[Decision]
 class Axis:
     """One axis of a mesh, and the decisions that it cuts.
 
-    ``is_by_rows``: each is annotated at its lowest dim, not at that of its first seed. It matters where two decisions
-    meet in one tensor, as along a chain of layers: the one that is annotated there has it.
+    ``is_by_rows``: each decision is annotated at its lowest dim, not at that of its first seed. This matters where two
+    decisions cut different dims of one tensor, as along a chain of layers: the tensor gets the cut that is annotated.
     """
 
     name: str
