@@ -133,7 +133,7 @@ class CallKey:
 def is_known(target: Any) -> bool:
     """Whether an op is torch's or shardc's own, whose result types depend on nothing but a call's arguments."""
     is_of_torch = getattr(target, "namespace", "") in ("aten", "prims")
-    return is_of_torch or getattr(target, "__module__", "").startswith("shardc.ops.")
+    return is_of_torch or getattr(target, "__module__", "").startswith("shardc.")
 
 
 def typed(argument: Any) -> Any:

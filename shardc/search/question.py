@@ -88,7 +88,7 @@ def _check_fixed(fixed: Mapping[str, tuple[Any, ...]], devices: int) -> None:
                     f"say None or a shardc.{KINDS[name].__name__}",
                 )
             elif name == MESH:
-                is_good, remedy = prod(_mesh_sizes(value)) == devices, f"say the sizes of its axes, as {devices // 2}x2"
+                is_good, remedy = _is_mesh(value, devices), f"say sizes of its axes with the product {devices}, as 4x2"
             elif name == "zero":
                 is_good, remedy = value in (None, 0, 1, 2, 3) or isinstance(value, Zero), "say a stage, 0 to 3, or None"
             else:
@@ -98,10 +98,14 @@ def _check_fixed(fixed: Mapping[str, tuple[Any, ...]], devices: int) -> None:
                 raise OptionError(who, f"{value!r}", "a plan cannot have it", remedy)
 
 
-def _mesh_sizes(text: Any) -> tuple[int, ...]:
-    """The sizes in ``4x2`` in order, those of one rank left out; nothing for what is no such text."""
+def _is_mesh(text: Any, devices: int) -> bool:
     sizes = str(text).split("x")
-    return tuple(sorted(int(each) for each in sizes if each != "1")) if all(map(str.isdecimal, sizes)) else ()
+    return all(map(str.isdecimal, sizes)) and prod(map(int, sizes)) == devices
+
+
+def _mesh_sizes(text: Any) -> tuple[int, ...]:
+    """The sizes in ``4x2`` in order, those of one rank left out."""
+    return tuple(sorted(int(each) for each in str(text).split("x") if each != "1"))
 
 
 def _stage(value: Any) -> int:

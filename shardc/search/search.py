@@ -273,10 +273,18 @@ class Search:
             others = [replace(axis, cuts=cuts) for cuts in sets]
             if sum(each.kind == "parameters" for each in axis.cuts) > 1:
                 others.append(replace(axis, is_by_rows=not axis.is_by_rows))
-            for other in others:
-                yield replace(plan, axes=(*plan.axes[:i], other, *plan.axes[i + 1 :]), written=None)
+            yield from (self._with_axis(plan, i, other) for other in others)
         zeros = (Zero(axis.name, stage) for axis in plan.axes for stage in self.task.stages if stage)  # type: ignore[arg-type]
         yield from (replace(plan, zero=zero) for zero in (None, *zeros))
+
+    def _with_axis(self, plan: Plan, i: int, axis: Axis) -> Plan:
+        """The plan with another axis in place of its ``i``-th; axes are named by what they cut now."""
+        axes = (*plan.axes[:i], axis, *plan.axes[i + 1 :])
+        named = self._axes([each.size for each in axes], [each.cuts for each in axes])
+        names = {old.name: new.name for old, new in zip(plan.axes, named, strict=True)}
+        zero = plan.zero and replace(plan.zero, axis=names[plan.zero.axis])
+        axes = tuple(replace(each, name=names[each.name]) for each in axes)
+        return replace(plan, axes=axes, zero=zero, written=None)
 
 
 def _triples(pairs: Iterable[tuple[Cuts, ...]], model: Iterable[Cuts]) -> Iterator[tuple[Cuts, ...]]:

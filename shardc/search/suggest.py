@@ -207,7 +207,9 @@ class _Suggesting:
         few, key = self.pricer.few, (plan.axes, plan.written)
         if key not in self.short:
             cuts = few.cuts(plan.stage_mesh, plan.annotations)
-            self.short[key] = shortened(plan, lambda changed: few.cuts(plan.stage_mesh, changed) == cuts)
+            self.short[key] = plan.annotations
+            if cuts is not None:  # the whole model may compile where a part does not
+                self.short[key] = shortened(plan, lambda changed: few.cuts(plan.stage_mesh, changed) == cuts)
         return self.short[key]
 
     def _nothing(self) -> ShardingError:

@@ -79,6 +79,8 @@ def test_a_capacity_is_written_where_it_is_known_and_read_back(tmp_path: Path) -
         ({"device": "h10"}, "device: 'h10'\n  there is no such device\n  did you mean h100"),
         ({"fix": {"tp": 3}}, "a plan cannot have it\n  say a size that divides 16 devices"),
         ({"fix": {"tq": 4}}, "a plan has no such part\n  did you mean tp?"),
+        ({"fix": {"mesh": "8x3"}}, "a plan cannot have it\n  say sizes of its axes with the product 16"),
+        ({"devices": 1, "fix": {"mesh": "x"}}, "a plan cannot have it\n  say sizes of its axes with the product 1"),
         ({"fix": {"zero": 5}}, "say a stage, 0 to 3, or None"),
         ({"fix": {"remat": "h.*"}}, "say None or a shardc.Remat"),
         ({"objective": "tim"}, "there is no such objective\n  did you mean time?"),

@@ -196,7 +196,7 @@ def test_where_nothing_fits_the_nearest_plan_says_by_how_many_bytes() -> None:
         ({"fix": {"tq": 2}}, "'tq'"),
         ({"fix": {"tp": 3}}, "3"),
         ({"fix": {"zero": 4}}, "4"),
-        ({"fix": {"mesh": "2x3"}}, "say the sizes of its axes, as 2x2"),
+        ({"fix": {"mesh": "2x3"}}, "say sizes of its axes with the product 4"),
         ({"links": "nvlnk"}, "nvlnk"),
         ({"device": "h1000"}, "h1000"),
         ({"nodes": 2, "links": "nvlink"}, "no link joins the nodes"),

@@ -109,6 +109,10 @@ def test_the_batch_is_cut_over_ranks_too() -> None:
     check({"is_tied": True}, some_targets(10), Mesh(dp=2, pp=2), Pipeline(microbatches=4), P("dp"))
 
 
+def test_one_microbatch_of_one_sample_on_each_rank_equals_one_device() -> None:
+    check({}, data(), Mesh(dp=8, pp=2), Pipeline(microbatches=1), P("dp"))
+
+
 @pytest.mark.slow
 def test_the_auto_schedule_equals_one_device_and_is_chosen_by_the_cost_of_stages() -> None:
     check({"is_tied": True}, some_targets(10), Mesh(pp=2), Pipeline(microbatches=3, schedule="auto", chunks=2))
