@@ -110,6 +110,8 @@ def _join_pair(major: int, major_axes: Axes, minor: int, minor_axes: Axes) -> tu
         return major * minor, major_axes
     if major != num_shards(major_axes):
         return None
+    if major > 1 and minor > 1 and minor_axes[0].size == 1:
+        return None  # an axis of one rank would be found with the major one
     parts, rest = major_axes + minor_axes, major * minor
     merged = merge_parts(parts)
     for part in merged:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 from shardc.language.errors import ShardingError
@@ -142,7 +142,7 @@ class P:
         return max(numbers, default=0) if is_one else priority
 
     def sharding(self, mesh: Mesh, shape: tuple[int, ...], who: str) -> Sharding:
-        """The sharding that it gives a value of ``shape``, open dims whole. An axis of one rank cuts nothing.
+        """The sharding that it gives a value of ``shape``, open dims whole.
 
         Raises a ShardingError in the name of ``who`` for an unknown axis, an axis used twice, more entries than dims,
         or blocks that do not divide a size; a cut need not.
@@ -161,9 +161,7 @@ class P:
                 place = f", dim {dim}"
                 dims[dim] = _dim_sharding(entry, mesh, shape[dim])
             place = ""
-            sharding = Sharding(mesh, tuple(dims))
-            of_one = [name for name, size in mesh.sizes.items() if size == 1]
-            return replace(sharding, dims=tuple(dim.without(of_one) for dim in sharding.dims))
+            return Sharding(mesh, tuple(dims))
         except ShardingError as error:
             raise ShardingError(who, f"{where}{place}: {error.what}", error.problem, error.remedy) from None
 

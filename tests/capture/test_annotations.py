@@ -65,12 +65,6 @@ def test_a_pattern_is_a_glob_over_parameters_and_buffers():
     assert pin.text == "h.*.weight: P('tp', None)"
 
 
-def test_an_axis_of_one_rank_cuts_nothing():
-    found = pins({"batch.ids": P(("dp", "tp"), P.OPEN), "embed.weight": P("tp")}, Mesh(dp=4, tp=1))
-    assert [f"{pin.sharding}" for pin in found.values()] == ["[_@dp, _]", "[_, _]"]
-    assert found["input", "batch.ids"].open == {1}
-
-
 def test_inputs_are_named_by_path_and_keyword():
     found = pins({"batch.ids": P("dp"), "xs.1": P("dp"), "kw.bias": P("dp")})
     assert list(found) == [("input", "batch.ids"), ("input", "xs.1"), ("input", "bias")]

@@ -100,6 +100,14 @@ def test_splitting_a_joined_dim_gives_the_factors_cuts_back(drawn: tuple[Mesh, l
         assert found == tuple(cut for _, cut in factors)
 
 
+def test_an_axis_of_one_rank_is_found_where_it_was() -> None:
+    """With as many samples as ranks too, where no element is left for it to cut."""
+    mesh = Mesh(dp=4, tp=1)
+    dp, tp = mesh.axis("dp"), mesh.axis("tp")
+    for cuts in ((DimSharding((dp, tp)), WHOLE), (DimSharding((dp,)), DimSharding((tp,)))):
+        assert split_dim(join_dim(list(zip((4, 8), cuts, strict=True))), 32, (4, 8)) == cuts
+
+
 @given(cut_factors(), st.lists(SIZES, min_size=1, max_size=3))
 def test_splitting_over_any_factors_never_invents_a_cut(
     drawn: tuple[Mesh, list[tuple[int, DimSharding]]], sizes: list[int]

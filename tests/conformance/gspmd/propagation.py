@@ -23,7 +23,6 @@ CHUNKS = "a dim cut unevenly lies in other chunks than its parts would"
 COPY = "an annotation is of a copy, so that what it is a copy of may lie otherwise"
 LATER = "an axis that another factor has is no part of a contraction here; insert_reshards decides it by bytes"
 OTHERWISE = {
-    "basic_propagation/reshape_size_one_axes": "axes of one rank cut nothing, on any dim",
     "basic_propagation/reshape_merge_dim_major_factor_partially_sharded": MORE,
     "basic_propagation/non_minor_most_factor_non_divisible_sub_axis": CHUNKS,
     "basic_propagation/merge_dim_non_minor_most_factor_non_divisible_multiple_axes": MORE,

@@ -44,7 +44,7 @@ def test_dims_that_shardy_may_cut_may_be_cut() -> None:
 def test_annotations_propagate_as_in_shardy() -> None:
     found = [propagation.check(fields) for fields in entries("propagation")]
     assert [result for result in found if result.outcome == "wrong"] == []
-    assert sum(result.outcome == "right" for result in found) == 36
+    assert sum(result.outcome == "right" for result in found) == 37
 
 
 def test_where_shardc_is_not_shardy_it_sends_no_more_bytes() -> None:
