@@ -2,6 +2,7 @@
 
     python benchmarks/suggestions.py                              # small, medium and experts on four ranks
     python benchmarks/suggestions.py --models small --mbit 200    # over a network of 200 Mbit/s (Linux, as root)
+    python benchmarks/suggestions.py --share                      # no rank computes faster while others wait (as root)
 
 Measures links and processors as ``shardc bench-links`` does, asks ``shardc.suggest`` for the best plans, and trains
 with each of them and with each plan by hand, all in the same processes and in turn. Two verdicts a model: whether
@@ -30,6 +31,7 @@ import torch.distributed as dist
 from bench import network
 from gpt import DATA
 from ours import EXPERT, SEQUENCE, TENSOR
+from processors import shares_left_behind, take_share
 from rounds import Ratio, everyone_first, ratio
 from torch.distributed.device_mesh import init_device_mesh
 from trainer import PIPED, SIZES, Job, Trainer, batches, new_model
@@ -209,7 +211,9 @@ def _ms(seconds: float) -> str:
 def main() -> int:
     """Print the machine and a table for each model."""
     options = _parse()
-    with network(options.mbit), Workers(options.ranks) as workers:
+    with network(options.mbit), shares_left_behind(), Workers(options.ranks) as workers:
+        if options.share:
+            workers.run(take_share)
         mesh = Mesh(device_ids=None, **{UNNAMED: options.ranks})
         machine = workers.run(bench_links, mesh, options.link_rounds)[0]
         print(machine.text(), flush=True)
@@ -225,6 +229,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--link-rounds", type=int, default=5, help="rounds in which links and processors are measured")
     parser.add_argument("--top", type=int, default=5, help="suggestions that are run")
     parser.add_argument("--mbit", type=int, help="limit the ranks' network to so many Mbit/s (Linux, as root)")
+    parser.add_argument("--share", action="store_true", help="a share of the processors for each rank (Linux, as root)")
     return parser.parse_args()
 
 
