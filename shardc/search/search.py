@@ -31,7 +31,7 @@ EQUAL = 1e-6
 BREADTH = 8
 BREADTH_OF_STAGES = 2  # for the devices of a pipeline's stage
 NUM_REFINED = 2
-NUM_SIMPLE, NEAR = 2, 1.02  # short plans that are compiled whole where they take no longer than this times the best
+NUM_SIMPLE, NEAR = 3, 1.02  # short plans that are compiled whole where they take no longer than this times the best
 NUM_POOL = 3  # sets of the pool that are tried beside others with samples, and in refinement
 CLEARLY = 1.05  # one block hides less of what is sent than several do
 AMPLE = 0.5  # a plan with a peak of less than this part of the memory need not save any
@@ -123,11 +123,12 @@ class Search:
 
     def finalists(self, count: int) -> list[Found]:
         """The best plans, and those of the fewest annotations that one block tells to be about as good."""
-        best = self.best(len(self.found))
-        near = [each for each in best if each.price.seconds <= NEAR * best[0].price.seconds]
-        near = [each for each in near if each.price.peak <= self.task.memory]
-        simple = sorted(near, key=lambda each: len(each.plan.annotations))[:NUM_SIMPLE]
-        return list({each.plan: each for each in (*best[:count], *simple)}.values())
+        best = self.best(count)
+        most = NEAR * best[0].price.seconds if best else 0.0
+        near = [each for each in self._fitting(self.found.values()) if each.price.seconds <= most]
+        near = [each for each in near if self.task.permits(each.plan)]
+        simple = sorted(near, key=lambda each: (len(each.plan.annotations), each.rank(self.task)))[:NUM_SIMPLE]
+        return list({each.plan: each for each in (*best, *simple)}.values())
 
     def _best_text(self) -> str:
         return "".join(f", the best {each.plan.mesh}, {1e3 * each.price.seconds:.1f} ms" for each in self.best())
