@@ -45,15 +45,17 @@ def making_together(
     return making(ranks_of(mesh, runtime), asked)
 
 
-def parallel_module(model: nn.Module, mesh: Any, compile_fn: CompileFn, runtime: str = "auto", backend: str = "eager",
-                    pipeline: Pipeline | None = None, initial: str = "broadcast", is_compiled_soon: bool = False,
-                    check: str = "always", meeting: Meeting | None = None) -> ParallelModule:  # fmt: skip
+def parallel_module(
+    model: nn.Module, mesh: Any, compile_fn: CompileFn, runtime: str, backend: str, options: Options, initial: str,
+    is_compiled_soon: bool, check: str, meeting: Meeting | None,
+) -> ParallelModule:  # fmt: skip
     """The parallel module of a model; a ShardingError for an unknown or unsupported option.
 
     ``mesh``: a Mesh runs on virtual ranks, a DeviceMesh on torch.distributed, unless ``runtime`` says otherwise.
-    ``backend`` runs the program: ``eager`` or ``inductor``. ``initial``: whose values the ranks of a job start from.
-    ``is_compiled_soon``: a call is about to be compiled, which places the parameters. ``check``: the calls in which
-    the inputs of all ranks are compared. ``meeting``: of the ranks that make the module together.
+    ``backend`` runs the program: ``eager`` or ``inductor``. ``options``: of every compilation. ``initial``: whose
+    values the ranks of a job start from. ``is_compiled_soon``: a call is about to be compiled, which places parameters.
+    ``check``: the calls in which the inputs of all ranks are compared. ``meeting``: of the ranks that make the module
+    together.
     """
     known_options: list[tuple[str, str, Iterable[str]]] = [
         ("runtime", runtime, RUNTIMES), ("compile", backend, RUNNERS), ("initial", initial, INITIAL),
@@ -64,7 +66,8 @@ def parallel_module(model: nn.Module, mesh: Any, compile_fn: CompileFn, runtime:
             remedy = did_you_mean(value, known) or f"say one of {', '.join(known)}"
             raise ShardingError("parallelize", f"{option}={value!r}", f"there is no such {option}", remedy)
     device = _device_of(model)
-    Options(pipeline=pipeline).check_kinds()
+    options.check_kinds()
+    pipeline = options.pipeline
     if pipeline is not None and backend != "eager":
         what, remedy = f"compile={backend!r} with a pipeline", "leave compile or pipeline out"
         raise ShardingError("parallelize", what, "stages run eagerly", remedy)
@@ -75,19 +78,28 @@ def parallel_module(model: nn.Module, mesh: Any, compile_fn: CompileFn, runtime:
         lines = making_lines(mesh, {**meeting.asked, **further})
         gate = meeting.meet(type(model).__name__, "\n".join(lines))
         gate.batches = BatchCheck(check)
+    options.check(Mesh.of(mesh))  # after the meeting, which finds ranks of different meshes
     if runtime == "distributed" and isinstance(mesh, Mesh):
         mesh = make_device_mesh(mesh, device.type)
     if runtime == "virtual":
         mesh = Mesh.of(mesh)
+    module = _module(mesh, pipeline, device, RUNNERS[backend], model, compile_fn, (initial, is_compiled_soon, gate))
+    module.shardc.mesh = Mesh.of(mesh)
+    return module
+
+
+def _module(
+    mesh: Any, pipeline: Pipeline | None, device: torch.device, runner: Callable[[Program, Comm], Runner],
+    model: nn.Module, compile_fn: CompileFn, further: tuple[str, bool, Gate | None],
+) -> ParallelModule:  # fmt: skip
+    """A module on a mesh, with a pipeline or without. ``further``: the last arguments of its runtime."""
     if pipeline is None:
         conversion: Conversion = conversion_on(mesh, device)
-        runner = RUNNERS[backend]
-        return ParallelModule(ModuleRuntime(model, conversion, compile_fn, runner, initial, is_compiled_soon, gate))
+        return ParallelModule(ModuleRuntime(model, conversion, compile_fn, runner, *further))
     conversion, make_runner = pipeline_on(mesh, pipeline, device)
-    asked = model, conversion, compile_fn, make_runner, initial, is_compiled_soon, gate
     if isinstance(conversion, PipelineConversion):
-        return PipelineModule(PipelineRuntime(*asked))
-    return ParallelModule(ModuleRuntime(*asked))
+        return PipelineModule(PipelineRuntime(model, conversion, compile_fn, make_runner, *further))
+    return ParallelModule(ModuleRuntime(model, conversion, compile_fn, make_runner, *further))
 
 
 def _device_of(model: nn.Module) -> torch.device:

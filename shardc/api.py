@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
+from html import escape
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardc import compiler
@@ -15,6 +16,7 @@ from shardc.language.errors import OptionError, did_you_mean, raise_all
 from shardc.language.machine import Links, machine_of
 from shardc.language.mesh import Mesh
 from shardc.language.sharding import Sharding
+from shardc.language.text import bytes_text
 from shardc.options import (
     ADAM,
     BUCKET,
@@ -49,6 +51,16 @@ class Compiled(compiler.Compiled):
     """A compiled model: its programs, and what can be asked of them."""
 
     __slots__ = ()
+
+    def __repr__(self) -> str:
+        assert self.request is not None, "compiled by hand"
+        sent = sum(each.times * each.wire_bytes for each in self.collectives)
+        text = f"{type(self.model).__name__} on {self.request.mesh}"
+        return f"Compiled({text}: {len(self.collectives)} collectives, {bytes_text(sent)} sent by a rank)"
+
+    def _repr_html_(self) -> str:
+        """What notebooks show: collectives and memory; ``dump("html")`` is the whole report."""
+        return f"<pre>{escape(repr(self))}\n\n{escape(self.dump(only='collectives,memory'))}</pre>"
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
@@ -267,6 +279,7 @@ def parallelize(
     strict: bool = False,
     initial: Literal["broadcast", "check", "trust"] = "broadcast",
     check: Literal["first", "always", "never"] = "always",
+    seed: int = 0,
 ) -> ParallelModule:
     """The model as a module that runs on a mesh; the model itself is left as it was.
 
@@ -280,6 +293,10 @@ def parallelize(
     for the first tensor that differs between ranks; ``"trust"`` does not look. DTensors are kept as they are.
     ``check``: plain inputs are the whole batch, equal on all ranks, whose checksums are compared in every call, in the
     ``"first"`` of each signature, or ``"never"``.
+    ``seed``: of what the model draws, as dropout does: the same on every mesh, and another in each step of training.
+    ``torch.manual_seed`` does not change it; ``module.seed = 1`` does.
+
+    Warns of an axis of the mesh that cuts no work. Raises a ShardingError for a wrong argument.
     """
     from shardc.runtime.parallel import making_together, parallel_module
 
@@ -293,10 +310,13 @@ def parallelize(
     with making_together(mesh, runtime, model, asked) as meeting:
         check_model(model)
         check_annotations(annotations or {})
+        check_draw(seed, 0)
+        options = Options(zero, precision, remat, bucket, pipeline, machine_of(links), optimizer)
         if has_call:
             check_call(args, kwargs, True, differentiable, strict)
         compile_fn = partial(_compile, mesh=mesh, **asked)
-        module = parallel_module(model, mesh, compile_fn, runtime, compile, pipeline, initial, has_call, check, meeting)
+        module = parallel_module(model, mesh, compile_fn, runtime, compile, options, initial, has_call, check, meeting)
+        module.shardc.seed = seed
     if has_call:
         module.shardc.compile_for(args, kwargs)
     return module

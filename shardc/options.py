@@ -301,11 +301,13 @@ class Options:
 
     def check_kinds(self) -> None:
         """Raise an OptionError for an option that has a wrong type."""
-        for name, expected in {"zero": Zero, "precision": Precision, "remat": Remat, "pipeline": Pipeline}.items():
+        for name, (expected, example) in KINDS.items():
             value = getattr(self, name)
             if value is not None and not isinstance(value, expected):
-                problem, remedy = f"it is no shardc.{expected.__name__}", f"say {name}=shardc.{expected.__name__}(...)"
-                raise OptionError(f"option {name}", f"{name}={value!r}", problem, remedy)
+                problem = f"it is no shardc.{expected.__name__}"
+                is_stage = name == "zero" and type(value) is int and value in STAGES
+                example = f"Zero('dp', stage={value})" if is_stage else example
+                raise OptionError(f"option {name}", f"{name}={value!r}", problem, f"say {name}=shardc.{example}")
         if type(self.bucket) is not int or self.bucket < 1:
             what, remedy = f"bucket={self.bucket!r}", f"say 1 to let each go alone, or {BUCKET} as it is by default"
             raise OptionError("option bucket", what, "it counts the bytes of collectives that go together", remedy)
@@ -314,6 +316,13 @@ class Options:
             what, problem = f"optimizer={self.optimizer!r}", "its states are not known"
             raise OptionError("option optimizer", what, problem, remedy)
 
+
+KINDS: Mapping[str, tuple[type, str]] = {  # of options, each with an example
+    "zero": (Zero, "Zero('dp', stage=3)"),
+    "precision": (Precision, "Precision(compute=torch.bfloat16)"),
+    "remat": (Remat, "Remat('blocks.*')"),
+    "pipeline": (Pipeline, "Pipeline('pp', microbatches=8)"),
+}
 
 # Checks of the arguments of compile, parallelize and simulate.
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
+from html import escape
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardc.language.errors import ShardingError
 
+from .conversion import DistributedConversion
 from .runtime import ModuleRuntime
 
 RUNTIME = "shardc"  # the one name that is ours
@@ -44,15 +48,28 @@ class ParallelModule(nn.Module):
         for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[name] = runtime.model.__dict__[name]
         self.__dict__[RUNTIME] = runtime
+        self.__dict__["forward"] = _with_signature(runtime)
         self.training = runtime.model.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model. Inputs are global values, as plain tensors or DTensors.
+        """Run the model, whose signature this has on a module. Inputs are global values, plain tensors or DTensors.
 
         0-dim outputs and vectors of at most 1,024 elements are plain. On a DeviceMesh other outputs are DTensors unless
         an annotation ``output:NAME`` is ``P()``.
         """
         return self.shardc.forward(args, kwargs)
+
+    def __repr__(self) -> str:
+        runtime, model = self.shardc, type(self.shardc.model).__name__
+        ranks = "ranks of a job" if isinstance(runtime.conversion, DistributedConversion) else "virtual ranks"
+        count = len(runtime.variants)
+        calls = "not called yet" if count == 0 else f"{count} signature{'s' * (count != 1)} compiled"
+        return f"ParallelModule({model} on {runtime.mesh}, {ranks}, {calls})"
+
+    def _repr_html_(self) -> str:
+        """What notebooks show: the latest program, once there is one."""
+        program = self.shardc.program if self.shardc.variants else None
+        return f"<pre>{escape(repr(self))}</pre>" + (program._repr_html_() if program is not None else "")
 
     def train(self, mode: bool = True) -> ParallelModule:
         """Switch between training and evaluation, as for every module."""
@@ -120,3 +137,21 @@ class ParallelModule(nn.Module):
         problem = "each rank of a mesh computes on tensors of its own"
         remedy = "start the ranks with torchrun, or call share_memory() on the model and parallelize it in each process"
         raise ShardingError("share_memory", f"a parallel {type(self.shardc.model).__name__}", problem, remedy)
+
+
+def _with_signature(runtime: ModuleRuntime) -> Callable[..., Any]:
+    """The forward of a parallel module, with the signature and the docstring of the model's."""
+
+    @functools.wraps(runtime.model.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            _refuse_compiling(type(runtime.model).__name__)
+        return runtime.forward(args, kwargs)
+
+    return forward
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _refuse_compiling(name: str) -> NoReturn:
+    problem = "its programs are compiled by shardc, which torch.compile cannot look into"
+    raise ShardingError("torch.compile", f"a parallel {name}", problem, "say parallelize(..., compile='inductor')")

@@ -1,18 +1,21 @@
-"""Optimizers and gradient scalers: who is told of an optimizer's step, and overflows that all ranks must know of."""
+"""Optimizers and gradient scalers: who is told of a step, which step trains nothing, and overflows on other ranks."""
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from shardc.language.errors import error_text
 
 from ..agreement.agreement import Agreement
 from ..agreement.entry import Entry, Kind
@@ -41,9 +44,33 @@ class StepWatcher:
 
 
 _watchers: weakref.WeakSet[StepWatcher] = weakref.WeakSet()
+_copied: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that were parallelized
+_seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def note_copied(model: nn.Module) -> None:
+    """The parameters of a model were copied; an optimizer of these trains nothing, which is warned of."""
+    _copied.add(model)
+
+
+def _warn_of_copied(optimizer: Optimizer) -> None:
+    """Warn at an optimizer's first step if parameters of it were copied, and none of it has a gradient."""
+    if optimizer in _seen:
+        return
+    _seen.add(optimizer)
+    stepped = [each for group in optimizer.param_groups for each in group["params"]]
+    if any(each.grad is not None for each in stepped):
+        return
+    ids = set(map(id, stepped))
+    model = next((each for each in _copied if any(id(own) in ids for own in each.parameters())), None)
+    if model is not None:
+        what = f"of the {type(model).__name__} that was given to parallelize, whose copy is trained"
+        problem, remedy = "its parameters have no gradients", "give it the parameters of what parallelize returns"
+        warnings.warn(error_text(f"a step of {type(optimizer).__name__}", what, problem, remedy), stacklevel=5)
 
 
 def _tell_watchers(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    _warn_of_copied(optimizer)
     watched = [(watcher, tensors) for watcher in _watchers if (tensors := watcher.watched())]
     stepped = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]} if watched else ()
     for watcher, tensors in watched:

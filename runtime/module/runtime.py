@@ -20,6 +20,7 @@ from shardc.capture.model import computed_tensors, state_names, tensors_of
 from shardc.capture.refusals import GuardError
 from shardc.capture.signature import Signature, model_state, signature_of
 from shardc.language.errors import CaptureError, OrderError, ShardingError, error_text
+from shardc.language.mesh import idle_axes_among
 from shardc.language.sharding import Sharding
 from shardc.program.program import Pin, Program
 
@@ -35,6 +36,7 @@ from ..tensor.reduction import complete_norms
 from .accumulation import Accumulation, reduce_now
 from .compiled_call import Compilation, CompiledCall, ModelTensors
 from .conversion import Arrival, Conversion, DistributedConversion
+from .optimizer import note_copied
 
 MAX_PROGRAMS = 16
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of a parameter, by id
@@ -96,6 +98,8 @@ class ModuleRuntime:
         self._computed_shardings: dict[tuple[str, str], Sharding] = {}  # of parameters that are stored in another one
         self.variants: OrderedDict[tuple[Signature, *Key], Variants] = OrderedDict()
         self._latest: Variants | None = None
+        self.mesh = conversion.comm.mesh  # as the user has it, with the axis of stages
+        self._said: set[str] = set()  # what was warned of
         self.seed, self.step = 0, 0
         copies = conversion.copies(model, initial, is_compiled_soon)
         self._awaited = copies.awaited  # tensors that get the first rank's values when they are placed
@@ -103,6 +107,7 @@ class ModuleRuntime:
         for parameter in model.parameters():
             memo[id(parameter)] = _new_parameter(memo[id(parameter)], parameter)
         self.model: nn.Module = copy.deepcopy(model, memo)
+        note_copied(model)
 
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the model, which is compiled first if no program fits the call."""
@@ -168,7 +173,7 @@ class ModuleRuntime:
         twin.model = model
         twin._shardings, twin._computed_shardings = dict(self._shardings), dict(self._computed_shardings)
         twin._awaited = self._awaited
-        twin.seed, twin.step = self.seed, self.step
+        twin.seed, twin.step, twin.mesh = self.seed, self.step, self.mesh
         return twin
 
     def _request(self, args: Sequence[Any], kwargs: Mapping[str, Any], kind: Kind) -> CallRequest:
@@ -261,9 +266,19 @@ class ModuleRuntime:
             with self._telling():
                 self._place(program, runner)
                 self._set_gradient_dtypes(program)
+                self._warn_of_idle_axes(program)
                 return CompiledCall(
                     compilation, self.conversion, runner, self._gathered, self._accumulation, self.gate, text
                 )
+
+    def _warn_of_idle_axes(self, program: Program) -> None:
+        """Say once of each axis of the mesh that it cuts no work, on the first rank."""
+        notes = idle_axes_among(program.notes) if 0 in self.conversion.comm.positions else ()
+        for note in notes:
+            if note not in self._said:
+                self._said.add(note)
+                what, _, remedy = note.partition(": ")
+                warnings.warn(error_text(f"a {type(self.model).__name__}", f"{self.mesh}", what, remedy), stacklevel=5)
 
     def _forget_oldest(self) -> None:
         one, other = (signature for signature, *_ in list(self.variants)[-2:])

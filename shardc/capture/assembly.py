@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from shardc.language.errors import CaptureError
-from shardc.language.sharding import TensorType
+from shardc.language.sharding import TensorType, dtype_name
 from shardc.program.inference import Types, types_of
 from shardc.program.node import is_getitem, last_node, op_name, reached
 from shardc.program.opaque import Opaque
@@ -24,6 +24,10 @@ _IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default,
 _Parts = tuple[Any, tuple[Any, ...], dict[str, Any]]  # target, args, kwargs of a node
 _VIEWS = {aten.view.default, aten._unsafe_view.default}  # in strides that another kernel may not make
 _SIZED = {aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default}
+_PRODUCTS = {
+    aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default, aten.addmm.default, aten.addmv.default,
+    aten.baddbmm.default, aten.convolution.default,
+}  # fmt: skip
 _ORDER = ("parameter", "buffer", "input", "tangent", "random")
 _PLACEMENT = {"device", "layout", "pin_memory"}  # a program runs on any device
 
@@ -53,7 +57,9 @@ def assemble(
     A constant that the model holds as a plain attribute has its name in ``plain_tensors``.
     """
     assembly = _Assembly(traced, signature, sources, {id(tensor): name for name, tensor in plain_tensors.items()})
-    return assembly.run(), assembly.constants
+    program = assembly.run()
+    _check_products(program)
+    return program, assembly.constants
 
 
 @dataclass(eq=False)
@@ -199,3 +205,31 @@ def _check_may_change(entry: Input, after: Types) -> None:
         raise CaptureError(who, problem, "write to a clone of it, or make it a buffer")
     if after != entry.type:
         raise CaptureError(who, f"the forward turns {entry.type} into {after}", "keep the shape and dtype of a buffer")
+
+
+def _check_products(program: Program) -> None:
+    """A CaptureError for a product of two dtypes, which kernels refuse and meta tensors do not."""
+    for node in program.calls:
+        if node.target in _PRODUCTS and program.source(node).phase == "forward":
+            by_dtype = {program.type(operand).dtype: operand for operand in reversed(node.all_input_nodes)}
+            if len(by_dtype) > 1:
+                raise _mixed_product(program, node, list(by_dtype.items()))
+
+
+def _mixed_product(program: Program, node: fx.Node, operands: Sequence[tuple[torch.dtype, fx.Node]]) -> CaptureError:
+    """The error for a product of operands of several dtypes, which names the input that one of them is made of."""
+    first, second = operands[:2]
+    where, problem = program.source(node).place, f"a product of {dtype_name(first[0])} and {dtype_name(second[0])}"
+    for (dtype, operand), (wanted, _) in ((first, second), (second, first)):
+        given = _input_behind(program, operand, dtype)
+        if given is not None:
+            problem = f"{problem}, for {given.name!r} is {given.type}"
+            return CaptureError(where, problem, f"give {given.name!r} as {wanted}")
+    return CaptureError(where, problem, "cast one of them, as by x.to(weight.dtype)")
+
+
+def _input_behind(program: Program, node: fx.Node, dtype: torch.dtype) -> Input | None:
+    """An input of the call that a value is made of and that has its dtype."""
+    behind = reached([node], lambda each: each.all_input_nodes)
+    pairs = zip(program.inputs, program.placeholders, strict=True)
+    return next((put for put, each in pairs if each in behind and (put.kind, put.type.dtype) == ("input", dtype)), None)

@@ -231,14 +231,15 @@ def unused_parts(mesh: Mesh, axes: Axes) -> Axes:
     return tuple(rest)
 
 
-_CUTS_NOTHING = "cuts nothing, so that its"
+_SAME_WORK = "ranks do the same work:"
 
 
-def idle_axis_text(name: str, size: int, remedy: str) -> str:
-    """The sentence about an axis that cuts no value."""
-    return f"axis {name} {_CUTS_NOTHING} {size} ranks do the same work: {remedy}"
+def idle_axis_text(name: str, size: int, remedy: str, is_stored: bool = False) -> str:
+    """The sentence about an axis that cuts no value, or none but what is stored."""
+    cuts = "cuts what is stored and no op" if is_stored else "cuts nothing"
+    return f"axis {name} {cuts}, so that its {size} {_SAME_WORK} {remedy}"
 
 
 def idle_axes_among(notes: Iterable[str]) -> tuple[str, ...]:
-    """The notes that are sentences about axes that cut no value."""
-    return tuple(note for note in notes if note.startswith("axis ") and _CUTS_NOTHING in note)
+    """The notes that are sentences about axes over which no work is cut."""
+    return tuple(note for note in notes if note.startswith("axis ") and _SAME_WORK in note)

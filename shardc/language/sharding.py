@@ -221,6 +221,9 @@ class Sharding(KeepsHash):
     def __str__(self) -> str:
         return self.text()
 
+    def __repr__(self) -> str:
+        return f"<{self} on {self.mesh}>"
+
 
 def _are_torchs_chunks(size: int, axes: Axes) -> bool:
     """Whether torch, which cuts each chunk by its own length, makes our chunks, which are cut by the longest's."""

@@ -120,6 +120,12 @@ class Collective:
     times: int = 1
     ranks: int = field(default=0, repr=False, compare=False)
 
+    def __repr__(self) -> str:
+        times = f" {self.times} times" * (self.times != 1)
+        return (
+            f"<{self.name}: {self.kind} over {', '.join(self.axes)}, {self.phase}{times}, {self.wire_bytes} bytes sent>"
+        )
+
     @property
     def share(self) -> Any:
         """The bytes that a rank sends, not rounded to whole ones."""

@@ -1,12 +1,16 @@
-"""Axes of the mesh that cut nothing, each with a sentence that says what to annotate."""
+"""Axes of the mesh that cut no work, each with a sentence that says what to annotate."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
+
+from torch import fx
 
 from shardc.language.mesh import MICROBATCH, idle_axis_text
 from shardc.language.partition import P
 from shardc.language.text import over_layers
+from shardc.program.communication import members
+from shardc.program.node import is_cast, is_getitem, is_view
 from shardc.program.program import Program, parameters_of
 
 OF_DATA = ("dp", "ddp", "fsdp", "data", "batch")  # names of axes that usually cut the batch
@@ -14,22 +18,25 @@ OF_STAGES = ("pp", "stage")
 
 
 def idle_axis_notes(program: Program) -> tuple[str, ...]:
-    """A sentence for each axis over which no value of the program is cut or partial, and all ranks do the same."""
+    """A sentence for each axis over which no op is cut, so that all its ranks compute the same."""
     if program.mesh is None:
         return ()
     sizes = {name: size for name, size in program.mesh.sizes.items() if size > 1 and name != MICROBATCH}
-    idle = sizes.keys() - set(_cutting_axes(program)) if sizes else ()
+    if not sizes:
+        return ()
+    ops = [node for node in program.calls if not (members(node) or is_view(node) or is_cast(node) or is_getitem(node))]
+    busy, stored = _cutting_axes(program, ops), _cutting_axes(program, program.graph.nodes)
     return tuple(
-        idle_axis_text(name, size, _remedy(program, name, size)) for name, size in sizes.items() if name in idle
+        idle_axis_text(name, size, _remedy(program, name, size), name in stored)
+        for name, size in sizes.items()
+        if name not in busy
     )
 
 
-def _cutting_axes(program: Program) -> Iterator[str]:
-    """The names of the axes that cut a value, or over which one is partial."""
-    for node in program.graph.nodes:
-        for sharding in program.shardings(node) or ():
-            if sharding is not None:
-                yield from (part.name for part in sharding.used_parts)
+def _cutting_axes(program: Program, nodes: Iterable[fx.Node]) -> set[str]:
+    """The names of the axes that cut a value of the nodes, or over which one is partial."""
+    shardings = (sharding for node in nodes for sharding in program.shardings(node) if sharding is not None)
+    return {part.name for sharding in shardings for part in sharding.used_parts}
 
 
 def _remedy(program: Program, axis: str, size: int) -> str:

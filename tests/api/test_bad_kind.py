@@ -360,7 +360,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: shardc.parallelize(Net(), Mesh(pp=2), {}, pipeline="pp"),  # type: ignore[arg-type]
         "option pipeline: pipeline='pp'\n"
         "  it is no shardc.Pipeline\n"
-        "  say pipeline=shardc.Pipeline(...)",
+        "  say pipeline=shardc.Pipeline('pp', microbatches=8)",
     ),
     "seconds in words": (
         lambda: shardc.StageCost(forward="a"),  # type: ignore[arg-type]

@@ -138,6 +138,9 @@ class Explanation:
         ends += [end for part in self.parts for end in part.ends if end != REPLICATED]
         object.__setattr__(self, "ends", tuple(dict.fromkeys(filter(None, ends))) or (REPLICATED,))
 
+    def __repr__(self) -> str:
+        return self.text().rstrip()
+
     def text(self, most: int | None = 10) -> str:
         """The text form. Chains of more than ``most`` steps are shortened in the middle; None prints them whole."""
         return "\n".join(map(printable, _lines(self, most))) + "\n"
