@@ -74,8 +74,8 @@ class Pricer:
     """Prices plans of a model by compiling them for one and for two of its repeated blocks.
 
     One more block of a list costs what the second one does, so that the whole model's price is a sum: of what one block
-    costs, and of what each further block adds. ``lists``: the names of blocks by a list's path; nothing where the model
-    does not run with fewer of them. ``num_compiled`` counts.
+    costs, and of what each further block adds, for lists of one length together. ``lists``: the names of blocks by a
+    list's path; nothing where the model does not run with fewer of them. ``num_compiled`` counts.
     """
 
     model: nn.Module
@@ -91,13 +91,17 @@ class Pricer:
         if self.lists and not self.few.can_capture:
             self.lists, self.few = {}, self._compiler({})
         first = self._first(1, self.lists)
-        together = lists_side_by_side(self.lists)
-        self.longer = {paths: self._compiler(first | self._first(2, paths)) for paths in together}
+        self._together = lists_side_by_side(self.lists)
+        of_length: dict[int, tuple[str, ...]] = {}
+        for paths in self._together:
+            count = len(self.lists[paths[0]])
+            of_length[count] = of_length.get(count, ()) + paths
+        self.longer = {paths: self._compiler(first | self._first(2, paths)) for paths in of_length.values()}
 
     @property
     def num_blocks(self) -> int:
         """The modules in blocks that the model runs one after the other."""
-        return sum(len(modules_of(self.lists[paths[0]])) for paths in self.longer)
+        return sum(len(modules_of(self.lists[paths[0]])) for paths in self._together)
 
     def _first(self, count: int, paths: Iterable[str]) -> dict[str, tuple[str, ...]]:
         return {path: modules_of(self.lists[path][:count]) for path in paths}
