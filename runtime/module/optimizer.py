@@ -54,19 +54,18 @@ def note_copied(model: nn.Module) -> None:
 
 
 def _warn_of_copied(optimizer: Optimizer) -> None:
-    """Warn at an optimizer's first step if parameters of it were copied, and none of it has a gradient."""
+    """Warn at an optimizer's first step if parameters of it were copied, and none of these has a gradient."""
     if optimizer in _seen:
         return
     _seen.add(optimizer)
-    stepped = [each for group in optimizer.param_groups for each in group["params"]]
-    if any(each.grad is not None for each in stepped):
-        return
-    ids = set(map(id, stepped))
-    model = next((each for each in _copied if any(id(own) in ids for own in each.parameters())), None)
-    if model is not None:
-        what = f"of the {type(model).__name__} that was given to parallelize, whose copy is trained"
-        problem, remedy = "its parameters have no gradients", "give it the parameters of what parallelize returns"
-        warnings.warn(error_text(f"a step of {type(optimizer).__name__}", what, problem, remedy), stacklevel=5)
+    stepped = {id(each): each for group in optimizer.param_groups for each in group["params"]}
+    for model in _copied:
+        own = [each for each in model.parameters() if each.requires_grad and id(each) in stepped]
+        if own and all(each.grad is None for each in own):
+            what = f"of parameters of the {type(model).__name__} that was given to parallelize, whose copy is trained"
+            problem, remedy = "they have no gradients", "give it the parameters of what parallelize returns"
+            warnings.warn(error_text(f"a step of {type(optimizer).__name__}", what, problem, remedy), stacklevel=4)
+            return
 
 
 def _tell_watchers(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

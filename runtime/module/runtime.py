@@ -99,7 +99,7 @@ class ModuleRuntime:
         self.variants: OrderedDict[tuple[Signature, *Key], Variants] = OrderedDict()
         self._latest: Variants | None = None
         self.mesh = conversion.comm.mesh  # as the user has it, with the axis of stages
-        self._said: set[str] = set()  # what was warned of
+        self._is_compiled = False
         self.seed, self.step = 0, 0
         copies = conversion.copies(model, initial, is_compiled_soon)
         self._awaited = copies.awaited  # tensors that get the first rank's values when they are placed
@@ -174,6 +174,7 @@ class ModuleRuntime:
         twin._shardings, twin._computed_shardings = dict(self._shardings), dict(self._computed_shardings)
         twin._awaited = self._awaited
         twin.seed, twin.step, twin.mesh = self.seed, self.step, self.mesh
+        twin._is_compiled = self._is_compiled
         return twin
 
     def _request(self, args: Sequence[Any], kwargs: Mapping[str, Any], kind: Kind) -> CallRequest:
@@ -272,13 +273,12 @@ class ModuleRuntime:
                 )
 
     def _warn_of_idle_axes(self, program: Program) -> None:
-        """Say once of each axis of the mesh that it cuts no work, on the first rank."""
-        notes = idle_axes_among(program.notes) if 0 in self.conversion.comm.positions else ()
-        for note in notes:
-            if note not in self._said:
-                self._said.add(note)
-                what, _, remedy = note.partition(": ")
-                warnings.warn(error_text(f"a {type(self.model).__name__}", f"{self.mesh}", what, remedy), stacklevel=5)
+        """Say of each axis of the mesh that it cuts no work, for the first program, on the first rank."""
+        notes = () if self._is_compiled else idle_axes_among(program.notes)
+        self._is_compiled = True
+        for note in notes if 0 in self.conversion.comm.positions else ():
+            what, _, remedy = note.partition(": ")
+            warnings.warn(error_text(f"a {type(self.model).__name__}", f"{self.mesh}", what, remedy), stacklevel=9)
 
     def _forget_oldest(self) -> None:
         one, other = (signature for signature, *_ in list(self.variants)[-2:])

@@ -64,14 +64,18 @@ def _digits(size: int, axes: Axes) -> Iterator[Digit]:
 def _take_digits(digits: list[Digit], room: int, is_last: bool) -> DimSharding:
     """Remove the digits of one factor of size ``room`` from the front of a dim's digits, and join them.
 
-    An axis of one rank goes with the digit before it.
+    An axis of one rank goes with the axis before it.
     """
 
     def is_even(size: int, axes: Axes) -> bool:
         return size % num_shards(axes) == 0
 
+    def belongs(size: int, axes: Axes) -> bool:
+        """Whether a digit of one element is this factor's: an axis of one rank behind another axis of it."""
+        return bool(factor and factor[-1][1]) if is_even(size, axes) else not factor
+
     factor: list[Digit] = []
-    while digits and (room > 1 or (digits[0][0] == 1 and (is_last or bool(factor) == is_even(*digits[0])))):
+    while digits and (room > 1 or (digits[0][0] == 1 and (is_last or belongs(*digits[0])))):
         size, axes = digits.pop(0)
         if size > room and size % room == 0 and is_even(size, axes):
             digits.insert(0, (size // room, tuple(part.minor(size // room) for part in axes)))

@@ -106,6 +106,8 @@ def test_an_axis_of_one_rank_is_found_where_it_was() -> None:
     dp, tp = mesh.axis("dp"), mesh.axis("tp")
     for cuts in ((DimSharding((dp, tp)), WHOLE), (DimSharding((dp,)), DimSharding((tp,)))):
         assert split_dim(join_dim(list(zip((4, 8), cuts, strict=True))), 32, (4, 8)) == cuts
+    blocks = DimSharding((), ((16, (tp,)),))  # as of a fused q, k, v
+    assert split_dim(blocks, 48, (3, 4, 4)) == (WHOLE, DimSharding((tp,)), WHOLE)
 
 
 @given(cut_factors(), st.lists(SIZES, min_size=1, max_size=3))

@@ -36,12 +36,22 @@ def test_a_step_of_an_optimizer_of_the_original_parameters_warns_once() -> None:
     parallel = shardc.parallelize(model, Mesh(dp=2), DATA)
     parallel(*batch(0)).backward()
     assert said(before.step) == [
-        "a step of SGD: of the MLP that was given to parallelize, whose copy is trained\n"
-        "  its parameters have no gradients\n"
+        "a step of SGD: of parameters of the MLP that was given to parallelize, whose copy is trained\n"
+        "  they have no gradients\n"
         "  give it the parameters of what parallelize returns"
     ]
     assert said(before.step) == []
     assert said(torch.optim.SGD(parallel.parameters(), lr=0.1).step) == []
+
+
+def test_a_part_that_was_parallelized_after_the_optimizer_was_made_is_warned_of() -> None:
+    body = MLP()
+    outer = nn.ModuleDict({"body": body, "head": nn.Linear(1, 1)})
+    optimizer = torch.optim.SGD(outer.parameters(), lr=0.1)
+    outer["body"] = shardc.parallelize(body, Mesh(dp=2), DATA)
+    outer["head"](outer["body"](*batch(0)).float().reshape(1)).sum().backward()
+    (text,) = said(optimizer.step)
+    assert text.startswith("a step of SGD: of parameters of the MLP")
 
 
 def test_a_model_that_is_trained_beside_its_parallel_copy_is_no_mistake() -> None:
@@ -60,7 +70,13 @@ def test_an_axis_that_cuts_no_work_is_warned_of_once() -> None:
     (text,) = said(lambda: parallel(*batch(0)))
     assert text.startswith("a MLP: Mesh(dp=2, tp=2)\n  axis tp cuts nothing, so that its 2 ranks do the same work\n")
     assert said(lambda: parallel.eval()(*batch(0))) == [], "compiled again, and said already"
-    assert said(lambda: shardc.parallelize(MLP(), Mesh(dp=2), DATA)(*batch(0))) == []
+    assert said(lambda: copy.deepcopy(parallel)(*batch(0))) == []
+
+
+def test_a_later_batch_of_one_sample_is_no_idle_axis() -> None:
+    parallel, (x, target) = shardc.parallelize(MLP(), Mesh(dp=2), DATA), batch(0)
+    with torch.no_grad():
+        assert said(lambda: (parallel(x, target), parallel(x[:1], target[:1]))) == []
 
 
 def test_an_axis_that_cuts_what_is_stored_and_no_op_is_warned_of() -> None:
