@@ -14,7 +14,7 @@ from torch import fx
 from shardc.language.errors import CaptureError
 from shardc.language.sharding import TensorType, dtype_name
 from shardc.program.inference import Types, types_of
-from shardc.program.node import is_getitem, last_node, op_name, reached
+from shardc.program.node import ancestors, is_getitem, last_node, op_name, reached
 from shardc.program.opaque import Opaque
 from shardc.program.program import Input, Output, Program
 from shardc.program.provenance import Source
@@ -230,6 +230,6 @@ def _mixed_product(program: Program, node: fx.Node, operands: Sequence[tuple[tor
 
 def _input_behind(program: Program, node: fx.Node, dtype: torch.dtype) -> Input | None:
     """An input of the call that a value is made of and that has its dtype."""
-    behind = reached([node], lambda each: each.all_input_nodes)
+    behind = ancestors(node)
     pairs = zip(program.inputs, program.placeholders, strict=True)
     return next((put for put, each in pairs if each in behind and (put.kind, put.type.dtype) == ("input", dtype)), None)

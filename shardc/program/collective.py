@@ -121,10 +121,8 @@ class Collective:
     ranks: int = field(default=0, repr=False, compare=False)
 
     def __repr__(self) -> str:
-        times = f" {self.times} times" * (self.times != 1)
-        return (
-            f"<{self.name}: {self.kind} over {', '.join(self.axes)}, {self.phase}{times}, {self.wire_bytes} bytes sent>"
-        )
+        when = self.phase if self.times == 1 else f"{self.phase} {self.times} times"
+        return f"<{self.name}: {self.kind} over {', '.join(self.axes)}, {when}, {self.wire_bytes} bytes sent>"
 
     @property
     def share(self) -> Any:

@@ -91,17 +91,15 @@ class Pricer:
         if self.lists and not self.few.can_capture:
             self.lists, self.few = {}, self._compiler({})
         first = self._first(1, self.lists)
-        self._together = lists_side_by_side(self.lists)
-        of_length: dict[int, tuple[str, ...]] = {}
-        for paths in self._together:
-            count = len(self.lists[paths[0]])
-            of_length[count] = of_length.get(count, ()) + paths
-        self.longer = {paths: self._compiler(first | self._first(2, paths)) for paths in of_length.values()}
+        of_length: dict[int, list[str]] = {}
+        for path, blocks in self.lists.items():
+            of_length.setdefault(len(blocks), []).append(path)
+        self.longer = {tuple(paths): self._compiler(first | self._first(2, paths)) for paths in of_length.values()}
 
     @property
     def num_blocks(self) -> int:
         """The modules in blocks that the model runs one after the other."""
-        return sum(len(modules_of(self.lists[paths[0]])) for paths in self._together)
+        return sum(len(modules_of(self.lists[paths[0]])) for paths in lists_side_by_side(self.lists))
 
     def _first(self, count: int, paths: Iterable[str]) -> dict[str, tuple[str, ...]]:
         return {path: modules_of(self.lists[path][:count]) for path in paths}

@@ -15,12 +15,12 @@ from shardc.language.errors import OptionError, did_you_mean
 from shardc.language.machine import Device
 from shardc.language.partition import P
 from shardc.language.text import bytes_of
-from shardc.options import OPTIMIZERS, Pipeline, Precision, Remat, Zero
+from shardc.options import KINDS, OPTIMIZERS, Remat, Zero
 from shardc.search.task import Objective, Task
 
 AXES = ("dp", "tp", "cp", "ep", "pp")  # and dp2, ...
 MESH = "mesh"
-KINDS: Mapping[str, Any] = {"remat": Remat, "precision": Precision, "pipeline": Pipeline}
+FIXED = {name: kind for name, (kind, _) in KINDS.items() if name != "zero"}  # options whose value is one of a kind
 
 
 def question(
@@ -45,7 +45,7 @@ def question(
         raise OptionError("suggest", f"optimizer={optimizer!r}", "its states are not known", remedy)
     fixed = {name: tuple(value) if isinstance(value, (list, tuple)) else (value,) for name, value in fix.items()}
     _check_fixed(fixed, devices)
-    sizes = {name: values for name, values in fixed.items() if name not in (MESH, "zero", *KINDS)}
+    sizes = {name: values for name, values in fixed.items() if name not in (MESH, "zero", *FIXED)}
     return Task(
         devices,
         machine,
@@ -73,7 +73,7 @@ def _check_fixed(fixed: Mapping[str, tuple[Any, ...]], devices: int) -> None:
     """Raise an OptionError for a name or a value of ``fix`` that no plan has."""
     for name, values in fixed.items():
         who = f"fix={{{name!r}: ...}}"
-        names = (*AXES, MESH, "zero", *KINDS)
+        names = (*AXES, MESH, "zero", *FIXED)
         if name.rstrip("0123456789") not in names:
             raise OptionError(
                 who,
@@ -82,10 +82,10 @@ def _check_fixed(fixed: Mapping[str, tuple[Any, ...]], devices: int) -> None:
                 did_you_mean(name, names) or f"name one of {', '.join(names)}",
             )
         for value in values:
-            if name in KINDS:
+            if name in FIXED:
                 is_good, remedy = (
-                    value is None or isinstance(value, KINDS[name]),
-                    f"say None or a shardc.{KINDS[name].__name__}",
+                    value is None or isinstance(value, FIXED[name]),
+                    f"say None or a shardc.{FIXED[name].__name__}",
                 )
             elif name == MESH:
                 is_good, remedy = _is_mesh(value, devices), f"say sizes of its axes with the product {devices}, as 4x2"
