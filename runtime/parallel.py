@@ -24,7 +24,7 @@ from .execute.executor import Executor, Runner
 from .execute.inductor import InductorExecutor
 from .module.conversion import Conversion, conversion_on
 from .module.initial import INITIAL
-from .module.module import ParallelModule
+from .module.module import ParallelModule, module_of
 from .module.runtime import CompileFn, ModuleRuntime
 from .pipeline.conversion import PipelineConversion, pipeline_on
 from .pipeline.module import PipelineModule, PipelineRuntime
@@ -95,11 +95,12 @@ def _module(
     """A module on a mesh, with a pipeline or without. ``further``: the last arguments of its runtime."""
     if pipeline is None:
         conversion: Conversion = conversion_on(mesh, device)
-        return ParallelModule(ModuleRuntime(model, conversion, compile_fn, runner, *further))
+        return module_of(ParallelModule, ModuleRuntime(model, conversion, compile_fn, runner, *further))
     conversion, make_runner = pipeline_on(mesh, pipeline, device)
     if isinstance(conversion, PipelineConversion):
-        return PipelineModule(PipelineRuntime(model, conversion, compile_fn, make_runner, *further))
-    return ParallelModule(ModuleRuntime(model, conversion, compile_fn, make_runner, *further))
+        runtime = PipelineRuntime(model, conversion, compile_fn, make_runner, *further)
+        return module_of(PipelineModule, runtime)
+    return module_of(ParallelModule, ModuleRuntime(model, conversion, compile_fn, make_runner, *further))
 
 
 def _device_of(model: nn.Module) -> torch.device:

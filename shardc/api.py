@@ -9,10 +9,10 @@ from html import escape
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardc import compiler
-from shardc.capture.annotations import Match, Spec, annotated_parameters, check_annotations
-from shardc.capture.call import input_values, state_of
+from shardc.capture.annotations import Match, Spec, annotated_parameters, annotations_about, check_annotations
+from shardc.capture.call import input_values, rebuild_call, state_of
 from shardc.compiler import Request
-from shardc.language.errors import OptionError, did_you_mean, raise_all
+from shardc.language.errors import OptionError, ShardingError, did_you_mean, raise_all
 from shardc.language.machine import Links, machine_of
 from shardc.language.mesh import Mesh
 from shardc.language.sharding import Sharding
@@ -167,7 +167,11 @@ class Compiled(compiler.Compiled):
             [result for output, result in zip(program.outputs, results, strict=True) if output.kind == kind]
             for kind in ("output", "gradient")
         )
-        return self.convention.unflatten(outputs), dict(zip(gradient_names(program), gradients, strict=True))
+        pairs = zip(program.outputs, results, strict=True)
+        changed = {output.name: result for output, result in pairs if output.kind == "changed"}
+        args, kwargs = rebuild_call(self.convention.forward, args, kwargs, changed)
+        result = self.convention.unflatten(outputs, args, kwargs)
+        return result, dict(zip(gradient_names(program), gradients, strict=True))
 
     def inputs(
         self,
@@ -222,7 +226,15 @@ def compile(
     return _compiled(model, request)
 
 
-_compile = compile  # under a name that ``parallelize`` has no argument of
+def _compile_call(model: nn.Module, *, is_whole_model: bool, **asked: Any) -> Compiled:
+    """A call of a parallel module compiled: of the whole model, or of one of its modules, with what is about that."""
+    if not is_whole_model:
+        if asked["pipeline"] is not None:
+            what, problem = "called by itself, in a pipeline", "a pipeline runs the whole model"
+            raise ShardingError(f"a module of {type(model).__name__}", what, problem, "call the parallel module")
+        about = annotations_about(asked["annotations"] or {}, model, asked["args"], asked["kwargs"])
+        asked |= {"annotations": about, "differentiable": ()}
+    return compile(model, **asked)
 
 
 def _compiled(model: nn.Module, request: Request, known: compiler.Compiled | None = None) -> Compiled:
@@ -314,7 +326,7 @@ def parallelize(
         options = Options(zero, precision, remat, bucket, pipeline, machine_of(links), optimizer)
         if has_call:
             check_call(args, kwargs, True, differentiable, strict)
-        compile_fn = partial(_compile, mesh=mesh, **asked)
+        compile_fn = partial(_compile_call, mesh=mesh, **asked)
         module = parallel_module(model, mesh, compile_fn, runtime, compile, options, initial, has_call, check, meeting)
         module.shardc.seed = seed
     if has_call:

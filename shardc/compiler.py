@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardc.capture.annotations import Matched, Spec, idle_error, match, note_of, resolve, unused_annotations
-from shardc.capture.call import CallingConvention, flatten, rebuild
+from shardc.capture.call import CallingConvention
 from shardc.capture.capture import Captured, capture, is_same_capture
+from shardc.capture.containers import flatten, rebuild
 from shardc.capture.microbatches import check_loss, empty_microbatches, with_microbatches
 from shardc.costs.stage_schedule import schedule_of
 from shardc.costs.step_time import slow_link_note

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardc.api import Compiled, compile
-from shardc.capture.call import call_leaves, output_leaves, rebuild_call
+from shardc.capture.call import call_leaves, named_arguments, output_leaves, rebuild_call
 from shardc.capture.model import borrow, computed_tensors
+from shardc.capture.objects import preserved
 from shardc.language.mesh import Mesh
 from shardc.language.sharding import dtype_name
 from shardc.language.text import table
@@ -199,7 +200,8 @@ class _Run:
             if isinstance(value, Tensor)
         }
         args, kwargs = rebuild_call(model.forward, self.args, self.kwargs, inputs)
-        with borrow(model, self.train), torch.set_grad_enabled(self.train):
+        before = preserved(named_arguments(model.forward, args, kwargs))
+        with borrow(model, self.train), before, torch.set_grad_enabled(self.train):
             outputs = dict(output_leaves(model(*args, **kwargs))[1])
         starts = [outputs[input_.name] for input_ in program.inputs if input_.kind == "tangent"]
         torch.autograd.backward(starts, [torch.ones_like(start) for start in starts])

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from torch import Tensor, fx
 
-from shardc.capture.refusals import Guard
+from shardc.capture.values.refusals import Guard
 from shardc.costs.stage_schedule import schedule_of
 from shardc.program.opaque import Opaque
 from shardc.program.program import Program

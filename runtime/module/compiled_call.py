@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import compress
@@ -18,7 +18,6 @@ from torch._C._autograd import _get_current_graph_task_keep_graph as retains_gra
 from torch.distributed.tensor import DTensor
 
 from shardc.capture.call import CallingConvention
-from shardc.capture.signature import TensorLeaf
 from shardc.language.errors import OrderError, ShardingError
 from shardc.program.lifetime import alone_in_memory
 from shardc.program.program import Input, Output, Program, ends_of, is_small_output
@@ -33,9 +32,9 @@ from ..execute.executor import Runner, SavedEnvs, without_autocast
 from ..execute.part import Values
 from ..tensor.reduction import complete_norms
 from .accumulation import Accumulation, DeferredReduction, deferred_gradient, deferred_reduction_of, separate_rows
-from .conversion import Conversion, Converter, GatheredParameters, ParameterGather
+from .conversion import Conversion, Converter, GatheredParameters, ParameterGather, plain
+from .request import CallRequest, ModelTensors
 
-ModelTensors = Mapping[tuple[str, str], Tensor]  # parameters and buffers, by kind and name
 Columns = Sequence[Sequence[Tensor | None]]  # for each output of a program its shard on every rank
 
 
@@ -54,7 +53,7 @@ class CompiledCall:
     ``gate``: of the module, which all ranks pass before collectives; ``text``: what they compare of the program.
 
     Inputs and outputs of the program are known by index. ``_saved_inputs`` and ``_saved_outputs``: those whose memory
-    backward reads; ``_copied_inputs``: buffers among them, which forward writes. ``_own_gradients``: gradients that
+    backward reads; ``_copied_inputs``: those among them that forward writes. ``_own_gradients``: gradients that
     share no memory with others.
     """
 
@@ -67,40 +66,49 @@ class CompiledCall:
         self._indices = indices = ProgramIndices.of(self.program)
         nodes = zip(self.program.placeholders, self.program.inputs, strict=True)
         self._inputs = [self._converter(node, put) for node, put in nodes]
+        self._names = [
+            ((put.kind, put.name), put.kind != "parameter" or bool(node.users))
+            for node, put in zip(self.program.placeholders, self.program.inputs, strict=True)
+        ]
         results = zip(self.program.results, self.program.outputs, strict=True)
         ends = [(i, node, output) for i, (node, output) in enumerate(results) if node is not None]
         self._outputs = {i: self._converter(node, output) for i, node, output in ends}
         self._is_plain = {i: self._is_returned_plain(i) for i in indices.outputs}
-        leaves = [leaf for _, leaf in compilation.convention.outputs if isinstance(leaf, TensorLeaf)]
-        self._needs_no_gradient = [not leaf.requires_grad for leaf in leaves]
+        self._needs_no_gradient = [not leaf.requires_grad for _, leaf in compilation.convention.tensors]
         self.gather: ParameterGather | None = None
         if gathered is not None and indices.computed:
             self.gather = ParameterGather(self.program, runner, conversion.comm, indices.computed, gathered)
         self._saved_inputs = [i for i in range(len(self.program.inputs)) if runner.keeps_input(i)]
         self._saved_outputs = {i for i in indices.outputs if runner.keeps_output(i)}
-        self._copied_inputs = indices.buffers.keys() & set(self._saved_inputs)
+        self._copied_inputs = indices.written.keys() & set(self._saved_inputs)
         gradients = {i: node for i in indices.gradients.values() if (node := self.program.results[i]) is not None}
         own = alone_in_memory(list(gradients.values()))
         self._own_gradients = {i for i, node in gradients.items() if node in own}
 
-    def __call__(self, tensors: ModelTensors, arguments: Iterable[Tensor], random_key: tuple[int, int]) -> Any:
-        """Run a call on the model's tensors and those among its arguments; the result is in the model's own containers.
+    def __call__(self, request: CallRequest, random_key: tuple[int, int]) -> Any:
+        """Run a call; the result is in the model's own containers.
 
-        ``random_key``: the seed and the step of random ops. Buffers are written back.
+        ``random_key``: the seed and the step of random ops. Buffers are written back, and what the model changes in
+        the call's arguments.
         """
         constants = {("buffer", name): each for name, each in self.compilation.convention.constants.items()}
-        known = {**constants, **tensors}
-        values = [known.get((put.kind, put.name)) for put in self.program.inputs]  # None for tangents
-        for i, argument in zip(self._indices.arguments, arguments, strict=True):
+        known = {**constants, **request.tensors}
+        # None for tangents, and for parameters that no op reads: these are no part of autograd's graph
+        values = [known.get(name) if is_read else None for name, is_read in self._names]
+        for i, (_, argument) in zip(self._indices.arguments, request.arguments, strict=True):
             values[i] = argument
         for i in self._indices.random:
             values[i] = _key_tensor(random_key, self.conversion.comm.device)
         if self._indices.tangents and torch.is_grad_enabled():
-            outputs = ProgramFunction.apply(self, *values)
+            outputs: Sequence[Tensor] = ProgramFunction.apply(self, *values)
         else:
             with torch.no_grad():
                 outputs, _ = self.forward(values)
-        return self.compilation.convention.unflatten(outputs)
+        convention = self.compilation.convention
+        if request.is_whole:
+            count = len(outputs) - convention.num_left
+            outputs = [*map(plain, outputs[:count]), *outputs[count:]]
+        return convention.unflatten(outputs, request.args, request.kwargs, in_place=True)
 
     def gathers(self, tensors: ModelTensors) -> bool:
         """Whether the next call gathers stored parameters."""
@@ -113,7 +121,7 @@ class CompiledCall:
             gathered = None if self.gather is None else self.gather(values, inputs)
             rows, saved = self.runner.forward(inputs, gathered)
         columns: Columns = list(zip(*rows, strict=True))
-        for i, output in self._indices.buffers.items():
+        for i, output in self._indices.written.items():
             buffer = values[i]
             assert buffer is not None
             self._outputs[output].write(buffer, _present(columns[output]))
@@ -370,7 +378,7 @@ class ProgramIndices:
     """Which inputs and outputs of a program belong together, by index.
 
     ``outputs``: the model's outputs. ``arguments``: inputs that are the call's. ``random``: random keys, if an
-    op draws. ``tangents``: by an output's name, the input that is its gradient. ``buffers`` and ``gradients``: for an
+    op draws. ``tangents``: by an output's name, the input that is its gradient. ``written`` and ``gradients``: for an
     input the output that is its new value, or its gradient. ``computed``: by a parameter's name, the output that is
     the gathered parameter.
     """
@@ -379,7 +387,7 @@ class ProgramIndices:
     arguments: tuple[int, ...]
     random: tuple[int, ...]
     tangents: Mapping[str, int]
-    buffers: Mapping[int, int]
+    written: Mapping[int, int]
     gradients: Mapping[int, int]
     computed: Mapping[str, int]
 
@@ -394,7 +402,7 @@ class ProgramIndices:
             tuple(i for i, put in inputs if put.kind == "input"),
             tuple(i for i, put in inputs if put.kind == "random" and program.placeholders[i].users),
             {put.name: i for i, put in inputs if put.kind == "tangent"},
-            {owner: i for kind, owner, i in owned if kind == "buffer"},
+            {owner: i for kind, owner, i in owned if kind in ("buffer", "changed")},
             {owner: i for kind, owner, i in owned if kind == "gradient"},
             {output.name: i for i, output in outputs if output.kind == "computed"},
         )

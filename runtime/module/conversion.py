@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from shardc.capture.call import flatten, rebuild
+from shardc.capture.containers import flatten, rebuild
 from shardc.language.errors import ShardingError, raise_all
 from shardc.language.mesh import Mesh
 from shardc.language.partition import P
@@ -93,7 +93,7 @@ class Converter(Protocol):
         """The tensor of these shards; ``is_plain``: whole, and not a DTensor."""
 
     def write(self, tensor: Tensor, shards: Sequence[Tensor]) -> None:
-        """Write shards to a buffer, in place."""
+        """Write shards to a buffer or an input, in place."""
 
 
 class VirtualConversion:
@@ -357,8 +357,7 @@ class DistributedConverter:
         if isinstance(tensor, DTensor) and tensor.placements == self.placements and self.stored == self.sharding:
             piece = local(tensor)
         else:
-            whole = local(_replicated(tensor)) if isinstance(tensor, DTensor) else tensor
-            piece = shard(whole.to(self.comm.device), self.sharding, position)
+            piece = shard(plain(tensor).to(self.comm.device), self.sharding, position)
         return [pad(piece, self.sharding, self.shape, position) if self.is_padded else piece]
 
     def to_tensor(self, shards: Sequence[Tensor], is_plain: bool) -> Tensor:
@@ -366,7 +365,10 @@ class DistributedConverter:
         return self._whole(shards) if is_plain else self.make(self._stored_shard(shards).contiguous())
 
     def write(self, tensor: Tensor, shards: Sequence[Tensor]) -> None:
-        local(tensor).copy_(self._stored_shard(shards))
+        if isinstance(tensor, DTensor):
+            local(tensor).copy_(self._stored_shard(shards))
+        else:
+            tensor.copy_(self._whole(shards))
 
     def _stored_shard(self, shards: Sequence[Tensor]) -> Tensor:
         if not self.is_padded:
@@ -382,6 +384,11 @@ class DistributedConverter:
 def _clone(tensor: Tensor, device: torch.device) -> Tensor:
     """A contiguous copy on a device."""
     return tensor.detach().to(device).clone(memory_format=torch.contiguous_format)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The tensor, whole."""
+    return local(_replicated(tensor)) if isinstance(tensor, DTensor) else tensor
 
 
 def _replicated(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from shardc.capture.call import flatten, rebuild
+from shardc.capture.containers import flatten, rebuild
 from shardc.language.errors import ShardingError, did_you_mean
 from shardc.language.mesh import Axes, Mesh
 from shardc.language.partition import P

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import types
 from collections.abc import Callable, Mapping
 from html import escape
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -15,13 +16,16 @@ from torch.distributed.tensor import DTensor
 from shardc.language.errors import ShardingError
 
 from .conversion import DistributedConversion
+from .generation import LENGTH, generating, preparing
 from .runtime import ModuleRuntime
 
 RUNTIME = "shardc"  # the one name that is ours
-SHARED = {"training"}  # attributes that are the parallel module's and the model's
 # What the module offers of its runtime, where the model has no attribute of that name.
 OFFERED = {"seed", "step", "program", "compile_for", "clip_grad_norm_"}
-OWN = frozenset({RUNTIME, *vars(nn.Module())})
+# What a call of the module does besides its forward: the model has its own, which are part of what is captured.
+CALL = ("_backward_pre_hooks", "_backward_hooks", "_is_full_backward_hook", "_forward_hooks",
+        "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+        "_forward_pre_hooks_with_kwargs", "_compiled_call_impl")  # fmt: skip
 
 
 class ParallelModule(nn.Module):
@@ -29,11 +33,16 @@ class ParallelModule(nn.Module):
 
     The user's model is left as it was: modules and tensors are copied. On a DeviceMesh each parameter and buffer is a
     DTensor, replicated until the first call is compiled, and in its propagated sharding from then on; on virtual ranks
-    they stay plain and whole. Attributes that ``nn.Module`` does not have are those of the copied model.
+    they stay plain and whole.
 
-    All that shardc adds lives in ``shardc``, a ModuleRuntime. Its ``seed``, ``step``, ``program``, ``compile_for`` and
-    ``clip_grad_norm_`` are attributes of the module too, unless the model has an attribute of that name.
+    Its class is made by ``module_of``, a subclass of the model's: methods of the model, as ``generate`` is one, call
+    this module. It shares all attributes with the copied model but those of a call: ``forward``, and hooks that are set
+    on it, which run outside of the program. All that shardc adds lives in ``shardc``, a ModuleRuntime. Its ``seed``,
+    ``step``, ``program``, ``compile_for`` and ``clip_grad_norm_`` are attributes of the module too, unless the model
+    has an attribute of that name.
     """
+
+    __slots__ = (RUNTIME, "_forward", *CALL)
 
     if TYPE_CHECKING:
         shardc: ModuleRuntime
@@ -41,23 +50,26 @@ class ParallelModule(nn.Module):
         step: int
 
     def __init__(self, runtime: ModuleRuntime) -> None:
-        super().__init__()
         if hasattr(runtime.model, RUNTIME):
             what, problem = f"its attribute {RUNTIME!r}", "under that name the parallel module keeps what is its own"
             raise ShardingError(type(runtime.model).__name__, what, problem, "rename the attribute")
-        for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
-            self.__dict__[name] = runtime.model.__dict__[name]
-        self.__dict__[RUNTIME] = runtime
-        self.__dict__["forward"] = _with_signature(runtime)
-        self.training = runtime.model.training
+        object.__setattr__(self, "__dict__", runtime.model.__dict__)
+        fresh = vars(nn.Module())
+        for name, value in {RUNTIME: runtime, "_forward": None, **{name: fresh.get(name) for name in CALL}}.items():
+            object.__setattr__(self, name, value)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model, whose signature this has on a module. Inputs are global values, plain tensors or DTensors.
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """Runs the model, whose signature it has. Inputs are global values, plain tensors or DTensors.
 
         0-dim outputs and vectors of at most 1,024 elements are plain. On a DeviceMesh other outputs are DTensors unless
         an annotation ``output:NAME`` is ``P()``.
         """
-        return self.shardc.forward(args, kwargs)
+        return self._forward or _with_signature(self.shardc)
+
+    @forward.setter
+    def forward(self, value: Callable[..., Any]) -> None:
+        object.__setattr__(self, "_forward", value)
 
     def __repr__(self) -> str:
         runtime, model = self.shardc, type(self.shardc.model).__name__
@@ -74,7 +86,6 @@ class ParallelModule(nn.Module):
     def train(self, mode: bool = True) -> ParallelModule:
         """Switch between training and evaluation, as for every module."""
         super().train(mode)
-        self.shardc.model.training = mode
         self.shardc.forget_gathered()
         return self
 
@@ -92,39 +103,25 @@ class ParallelModule(nn.Module):
         return super().load_state_dict(loaded, strict, assign)
 
     def __getattr__(self, name: str) -> Any:
-        """What ``nn.Module`` does not find: the model's attribute, or else the runtime's."""
+        """What the model does not have: a parameter, a buffer, a module, or else the runtime's."""
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if RUNTIME not in self.__dict__:
+            if name not in OFFERED:
                 raise
-            return getattr(self._owner(name), name)
+            return getattr(self.shardc, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute of the model, which reads it, or of the runtime, as ``__getattr__`` finds it."""
-        if self._is_own(name):
-            super().__setattr__(name, value)
-        if not self._is_own(name) or name in SHARED:
-            setattr(self._owner(name), name, value)
-
-    def __delattr__(self, name: str) -> None:
-        """Delete an attribute where it was set."""
-        if self._is_own(name):
-            super().__delattr__(name)
+        if name in OFFERED and not hasattr(self.shardc.model, name):
+            setattr(self.shardc, name, value)
         else:
-            delattr(self._owner(name), name)
-
-    def _is_own(self, name: str) -> bool:
-        """Whether an attribute is set on this module and not on the model: ``nn.Module``'s, and those of the class."""
-        return RUNTIME not in self.__dict__ or name in OWN or hasattr(type(self), name)
-
-    def _owner(self, name: str) -> nn.Module | ModuleRuntime:
-        """The object that has an attribute which is not set on this module itself."""
-        is_ours = name in OFFERED and not hasattr(self.shardc.model, name)
-        return self.shardc if is_ours else self.shardc.model
+            super().__setattr__(name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         twin = memo[id(self)] = type(self)(self.shardc.copied(copy.deepcopy(self.shardc.model, memo)))
+        if self._forward is not None:
+            twin.forward = copy.deepcopy(self._forward, memo)
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -137,6 +134,27 @@ class ParallelModule(nn.Module):
         problem = "each rank of a mesh computes on tensors of its own"
         remedy = "start the ranks with torchrun, or call share_memory() on the model and parallelize it in each process"
         raise ShardingError("share_memory", f"a parallel {type(self.shardc.model).__name__}", problem, remedy)
+
+    def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused, as ``torch.compile`` of the module is."""
+        raise _compiling_error(type(self.shardc.model).__name__)
+
+
+def module_of(kind: type[ParallelModule], runtime: ModuleRuntime) -> ParallelModule:
+    """The parallel module that a runtime runs, of a subclass of its model's class."""
+    cls: type[ParallelModule] = _class_of(kind, type(runtime.model))  # type: ignore[arg-type]
+    return cls(runtime)
+
+
+@functools.cache
+def _class_of(kind: Any, model: Any) -> Any:
+    """A subclass of both under the name of the model's class, as transformers writes it to ``config.json``."""
+    body: dict[str, Any] = {"__slots__": (), "__module__": model.__module__, "__qualname__": model.__qualname__}
+    if callable(getattr(model, "generate", None)):
+        body |= {"__slots__": LENGTH, "generate": generating(model.generate)}
+    if callable(prepare := getattr(model, "_prepare_static_cache", None)):
+        body["_prepare_static_cache"] = preparing(prepare)
+    return types.new_class(model.__name__, (kind, model), {}, lambda namespace: namespace.update(body))
 
 
 def _with_signature(runtime: ModuleRuntime) -> Callable[..., Any]:
@@ -153,5 +171,9 @@ def _with_signature(runtime: ModuleRuntime) -> Callable[..., Any]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _refuse_compiling(name: str) -> NoReturn:
+    raise _compiling_error(name)
+
+
+def _compiling_error(name: str) -> ShardingError:
     problem = "its programs are compiled by shardc, which torch.compile cannot look into"
-    raise ShardingError("torch.compile", f"a parallel {name}", problem, "say parallelize(..., compile='inductor')")
+    return ShardingError("torch.compile", f"a parallel {name}", problem, "say parallelize(..., compile='inductor')")

@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from shardc.capture.call import call_leaves
 from shardc.capture.model import computed_tensors, state_names, tensors_of
-from shardc.capture.refusals import GuardError
 from shardc.capture.signature import Signature, model_state, signature_of
+from shardc.capture.values.refusals import GuardError
 from shardc.language.errors import CaptureError, OrderError, ShardingError, error_text
 from shardc.language.mesh import idle_axes_among
 from shardc.language.sharding import Sharding
@@ -27,56 +26,31 @@ from shardc.program.program import Pin, Program
 from ..agreement.entry import Entry, Flag, Kind
 from ..agreement.gate import Gate, digest
 from ..agreement.program import ProgramText, guards_of
-from ..agreement.request import request_lines, text_of
+from ..agreement.request import text_of
 from ..agreement.writes import Writes
 from ..comm.comm import Comm
 from ..comm.failure import telling_others, waiting
 from ..execute.executor import Executor, Runner
 from ..tensor.reduction import complete_norms
 from .accumulation import Accumulation, reduce_now
-from .compiled_call import Compilation, CompiledCall, ModelTensors
+from .compiled_call import Compilation, CompiledCall
 from .conversion import Arrival, Conversion, DistributedConversion
 from .optimizer import note_copied
+from .request import CallRequest, Key, ModelTensors
+from .submodule import own_forwards, stand_for_forwards
 
 MAX_PROGRAMS = 16
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of a parameter, by id
-Key = tuple[Hashable, ...]
 
 
 class CompileFn(Protocol):
-    """Compiles a call of a model. ``fixed``: shardings that are settled already, and stand above annotations."""
+    """Compiles a call of a model. ``fixed``: shardings that are settled already, and stand above annotations.
 
-    def __call__(self, model: nn.Module, *, args: Sequence[Any], kwargs: Mapping[str, Any], train: bool,
-                 fixed: tuple[Pin, ...]) -> Compilation: ...  # fmt: skip
-
-
-@dataclass(slots=True)
-class CallRequest:
-    """What a call asks for. ``tensors``: the model's, by kind and name; ``arguments``: those among its arguments.
-
-    ``key``: its signature, and what a program depends on besides. ``digest``: of ``text``, where ranks agree on it.
-    ``writes``: whether it places or gathers parameters.
+    ``is_whole_model``: whether annotations must all be about the call.
     """
 
-    kind: Kind
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    key: tuple[Signature, *Key]
-    tensors: ModelTensors
-    arguments: Sequence[tuple[str, Tensor]]
-    digest: bytes = b""
-    writes: bool = False
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """The model's parameters."""
-        return [each for (kind, _), each in self.tensors.items() if kind == "parameter"]
-
-    def text(self, model: nn.Module) -> str:
-        """All that must be equal on every rank."""
-        return "\n".join(
-            request_lines(self.key[0], model, self.arguments, [f"autocast of the mesh {list(self.key)[3:]}"])
-        )
+    def __call__(self, model: nn.Module, *, args: Sequence[Any], kwargs: Mapping[str, Any], train: bool,
+                 fixed: tuple[Pin, ...], is_whole_model: bool) -> Compilation: ...  # fmt: skip
 
 
 class ModuleRuntime:
@@ -99,7 +73,7 @@ class ModuleRuntime:
         self.variants: OrderedDict[tuple[Signature, *Key], Variants] = OrderedDict()
         self._latest: Variants | None = None
         self.mesh = conversion.comm.mesh  # as the user has it, with the axis of stages
-        self._is_compiled = False
+        self._is_compiled = self._returns_whole = False
         self.seed, self.step = 0, 0
         copies = conversion.copies(model, initial, is_compiled_soon)
         self._awaited = copies.awaited  # tensors that get the first rank's values when they are placed
@@ -107,18 +81,19 @@ class ModuleRuntime:
         for parameter in model.parameters():
             memo[id(parameter)] = _new_parameter(memo[id(parameter)], parameter)
         self.model: nn.Module = copy.deepcopy(model, memo)
+        stand_for_forwards(self)
         note_copied(model)
 
-    def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run the model, which is compiled first if no program fits the call."""
+    def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any], model: nn.Module | None = None) -> Any:
+        """Run the model, which is compiled first if no program fits the call. ``model``: a SubmoduleView to run."""
         with telling_others():
             complete_norms()
-            request = self._request(args, kwargs, Kind.FORWARD)
+            request = self._request(args, kwargs, Kind.FORWARD, model or self.model)
             random_key, parameters = (self.seed, self.step), request.parameters
             variants = self._compiled(request)
             self.step += self.model.training
             result = variants.run(
-                lambda call: call(request.tensors, [each for _, each in request.arguments], random_key),
+                lambda call: call(request, random_key),
                 partial(self._agreed, request),
             )
             if self.gate is not None:
@@ -128,7 +103,7 @@ class ModuleRuntime:
     def compile_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Compile a call without running it; parameters get their shardings."""
         with telling_others():
-            self._compiled(self._request(args, kwargs, Kind.COMPILE))
+            self._compiled(self._request(args, kwargs, Kind.COMPILE, self.model))
 
     @property
     def program(self) -> Any:
@@ -157,6 +132,15 @@ class ModuleRuntime:
         entry = Entry(Kind.CLIP, self.gate.digest, request=digest(text))
         self.gate.enter(entry, {"request": lambda: text})
 
+    @contextmanager
+    def returning_whole(self) -> Iterator[None]:
+        """In the block outputs come back whole and plain, but for what is in objects among the arguments."""
+        before, self._returns_whole = self._returns_whole, True
+        try:
+            yield
+        finally:
+            self._returns_whole = before
+
     def forget_gathered(self) -> None:
         """Forget what was gathered of parameters: their values may change now."""
         if self._gathered is not None:
@@ -171,29 +155,32 @@ class ModuleRuntime:
         gate = None if self.gate is None else self.gate.of_copy()
         twin = type(self)(nn.Module(), self.conversion, self.compile_fn, self._make_runner, gate=gate)
         twin.model = model
+        stand_for_forwards(twin)
         twin._shardings, twin._computed_shardings = dict(self._shardings), dict(self._computed_shardings)
         twin._awaited = self._awaited
         twin.seed, twin.step, twin.mesh = self.seed, self.step, self.mesh
         twin._is_compiled = self._is_compiled
         return twin
 
-    def _request(self, args: Sequence[Any], kwargs: Mapping[str, Any], kind: Kind) -> CallRequest:
-        """What a call asks for."""
+    def _request(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], kind: Kind, model: nn.Module
+    ) -> CallRequest:  # fmt: skip
+        """What a call of the model or of a view of it asks for."""
         with self._telling():
-            tensors = dict(tensors_of(self.model))
+            tensors = dict(tensors_of(model))
             self.conversion.check(tensors)
-            leaves, tree = call_leaves(self.model.forward, args, kwargs)
+            leaves, tree = call_leaves(model.forward, args, kwargs)
             arguments = [(name, leaf) for name, leaf in leaves if isinstance(leaf, Tensor)]
             train = torch.is_grad_enabled() and any(
                 each.requires_grad for each in (*tensors.values(), *(leaf for _, leaf in arguments))
             )
-            signature = signature_of(leaves, tree, train, model_state(self.model))
+            signature = signature_of(leaves, tree, train, model_state(model))
             placements = tuple(each.placements for _, each in arguments if isinstance(each, DTensor))
             dtypes = tuple(each.dtype for each in tensors.values())
             device = self.conversion.comm.device.type
             casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
             key = signature, placements, dtypes, torch.get_autocast_dtype(device) if casts else None
-            return CallRequest(kind, args, kwargs, key, tensors, arguments)
+            return CallRequest(kind, model, args, kwargs, key, tensors, arguments, is_whole=self._returns_whole)
 
     def _compiled(self, request: CallRequest) -> Variants:
         """The programs for a call, of which all ranks run the latest first; a new signature is compiled."""
@@ -216,8 +203,8 @@ class ModuleRuntime:
             return call or self._new_call(request)
         is_forward = request.kind == Kind.FORWARD
         changed = self._writes.since(request.parameters) if is_forward else Flag.UNKNOWN
-        request.digest = request.digest or digest(request.text(self.model))
-        texts = {"request": lambda: request.text(self.model), "is_changed": lambda: self._writes_text(changed)}
+        request.digest = request.digest or digest(request.text())
+        texts = {"request": lambda: request.text(), "is_changed": lambda: self._writes_text(changed)}
         if is_forward:
             gate.batches.note(request.arguments, request.digest)
         texts["draw"] = lambda: f"seed {self.seed}, step {self.step}"
@@ -252,10 +239,12 @@ class ModuleRuntime:
         has_grad = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.set_grad_enabled(has_grad):
             with self._telling():
-                fixed, train = self._fixed(request.args, request.kwargs), request.key[0].train
-                compilation = self.compile_fn(
-                    self.model, args=request.args, kwargs=request.kwargs, train=train, fixed=fixed
-                )
+                fixed, train = self._fixed(request), request.key[0].train
+                with own_forwards(self.model):
+                    compilation = self.compile_fn(
+                        request.model, args=request.args, kwargs=request.kwargs, train=train, fixed=fixed,
+                        is_whole_model=request.model is self.model,
+                    )  # fmt: skip
                 program = compilation.program
                 text = ProgramText(program, compilation.convention.constants)
                 runner = self._make_runner(program, self.conversion.comm)
@@ -265,7 +254,7 @@ class ModuleRuntime:
                 for guard in guards_of(program):
                     guard.on_result = self.gate.compare_result
             with self._telling():
-                self._place(program, runner)
+                self._place(program, runner, is_whole_model=request.model is self.model)
                 self._set_gradient_dtypes(program)
                 self._warn_of_idle_axes(program)
                 return CompiledCall(
@@ -289,10 +278,9 @@ class ModuleRuntime:
         warnings.warn(error_text(f"a {type(self.model).__name__}", what, problem, remedy), stacklevel=5)
         self.variants.popitem(last=False)
 
-    def _fixed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Pin, ...]:
+    def _fixed(self, request: CallRequest) -> tuple[Pin, ...]:
         """The shardings that earlier calls gave to parameters and buffers, and those of DTensors in the arguments."""
-        leaves, _ = call_leaves(self.model.forward, args, kwargs)
-        tensors = [(name, leaf) for name, leaf in leaves if isinstance(leaf, Tensor)]
+        tensors = request.arguments
         arguments = {("input", name): self.conversion.sharding(each, f"input {name!r}") for name, each in tensors}
         parameters, buffers, _ = state_names(self.model)
         present: dict[str, Mapping[str, Tensor]] = {"parameter": parameters, "buffer": buffers, "input": dict(tensors)}
@@ -302,12 +290,15 @@ class ModuleRuntime:
             if sharding is not None and name in present[kind]
         )
 
-    def _place(self, program: Program, runner: Runner) -> None:
-        """Give parameters and buffers the shardings that a program reads them in, the first time."""
+    def _place(self, program: Program, runner: Runner, is_whole_model: bool) -> None:
+        """Give parameters and buffers the shardings that a program reads them in, the first time.
+
+        Those that no op reads have none yet, but where the whole model was compiled.
+        """
         tensors, arrivals = dict(tensors_of(self.model)), dict[tuple[str, str], Arrival]()
         for put, node in zip(program.inputs, program.placeholders, strict=True):
             tensor = tensors.get((put.kind, put.name))
-            if tensor is None:
+            if tensor is None or not (is_whole_model or node.users):
                 continue
             sharding = program.sharding(node)
             if put.kind == "parameter" and put.name in program.computed:

@@ -23,7 +23,8 @@ from ..comm.failure import waiting
 from ..execute.executor import Runner
 from ..module.compiled_call import CompiledCall
 from ..module.module import ParallelModule
-from ..module.runtime import CallRequest, ModuleRuntime, become
+from ..module.request import CallRequest
+from ..module.runtime import ModuleRuntime, become
 from ..tensor.global_tensor import GlobalTensor
 from .conversion import PipelineConversion
 from .runner import PipelineRunner
@@ -132,9 +133,9 @@ class PipelineRuntime(ModuleRuntime):
         assert isinstance(runner, PipelineRunner)
         return self._homes.get(name) or runner.readers.get(name)
 
-    def _fixed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Pin, ...]:
+    def _fixed(self, request: CallRequest) -> tuple[Pin, ...]:
         """Parameters stay in their stages too, whichever stages would be even for a call of other shapes."""
-        pins = super()._fixed(args, kwargs)
+        pins = super()._fixed(request)
         none: frozenset[int] = frozenset()
         stages = [self._stages.get(pin.name, none) if pin.kind == "parameter" else none for pin in pins]
         return tuple(replace(pin, stages=of_pin) for pin, of_pin in zip(pins, stages, strict=True))

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardc.capture.call import flatten, names_of, optional_arguments, rebuild
+from shardc.capture.call import names_of, optional_arguments
+from shardc.capture.containers import flatten, rebuild
 from shardc.capture.model import state_names
 from shardc.language.errors import ShardingError, did_you_mean, raise_all
 from shardc.language.mesh import Mesh
@@ -79,6 +80,14 @@ def match(
         if named_by(pattern, names) or not _is_about(pattern, left_out)
     }
     return match_names(kept, names, mesh)
+
+
+def annotations_about(
+    annotations: Mapping[str, Spec], model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Spec]:
+    """The annotations of parameters, modules and inputs of a call; others are about other calls of the model."""
+    names = names_of(model, args, kwargs)
+    return {p: spec for p, spec in annotations.items() if any(kind != "output" for kind, _ in named_by(p, names))}
 
 
 def check_annotations(annotations: Any) -> None:

@@ -99,14 +99,14 @@ class _Assembly:
         return self.program
 
     def _outputs(self) -> tuple[tuple[Output, ...], list[fx.Node | None]]:
-        """The outputs with the traced node of each: the model's, new values of buffers that changed, guards."""
+        """The outputs with the traced node of each: the model's, buffers and inputs that changed, guards."""
         outputs = list(self.signature.outputs)
         nodes = list(self.results[: len(outputs)])
         after = self.results[len(outputs) : len(outputs) + len(self.signature.inputs)]
         for entry, before, node in zip(self.signature.inputs, self.placeholders, after, strict=True):
             if node is not None and node is not before:
                 _check_may_change(entry, self.types[node])
-                outputs.append(Output(entry.name, "buffer"))
+                outputs.append(Output(entry.name, "buffer" if entry.kind == "buffer" else "changed"))
                 nodes.append(node)
         last = len(self.results) - len(self.signature.guards)
         return (*outputs, *self.signature.guards), [*nodes, *self.results[last:]]
@@ -200,8 +200,8 @@ def _without_identities(node: fx.Node) -> fx.Node:
 
 def _check_may_change(entry: Input, after: Types) -> None:
     who = f"{entry.kind} {entry.name!r}"
-    if entry.kind != "buffer":
-        problem = f"the forward changes it in place ({entry.type})"
+    if entry.kind not in ("buffer", "input") or entry.requires_grad:
+        problem = f"the forward changes it in place ({entry.type}), and it has a gradient"
         raise CaptureError(who, problem, "write to a clone of it, or make it a buffer")
     if after != entry.type:
         raise CaptureError(who, f"the forward turns {entry.type} into {after}", "keep the shape and dtype of a buffer")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import MethodType
@@ -13,15 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardc.capture.containers import LEAF, Named, Tree, flatten, rebuild, unnamed
 from shardc.capture.model import state_names
+from shardc.capture.objects import CallObjects, ObjectAfter, Returned, objects_among
 from shardc.capture.signature import (
     Constant,
     Leaf,
-    Leaves,
     Signature,
     State,
     TensorLeaf,
-    attributes_of,
     leaf_of,
     model_state,
     signature_of,
@@ -36,14 +35,16 @@ from shardc.program.program import Program
 class CallingConvention:
     """How to call a captured program: ``signature.leaves`` are the leaves of the call, ``outputs`` of the result.
 
-    ``constants``: the values of inputs of kind ``buffer`` that are not buffers of the model.
+    ``constants``: the values of inputs of kind ``buffer`` that are not buffers of the model. ``objects``: those among
+    the arguments that the call changes or returns.
     """
 
     forward: Callable[..., Any]
-    outputs: Leaves
+    outputs: OutputLeaves
     output_tree: Tree
     signature: Signature
     constants: Mapping[str, torch.Tensor]
+    objects: tuple[ObjectAfter, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -57,10 +58,35 @@ class CallingConvention:
         raise_all(list(_differences(dict(self.signature.leaves), leaves)))
         return [values[name] for name in self.names]
 
-    def unflatten(self, tensors: Iterable[Any]) -> Any:
-        """The model's output, from the values of the program's outputs of kind ``output``."""
-        rest = iter(tensors)
-        leaves = (leaf.value if isinstance(leaf, Constant) else next(rest) for _, leaf in self.outputs)
+    @property
+    def tensors(self) -> list[tuple[str, TensorLeaf]]:
+        """The program's outputs of kind ``output``, in order: of the result, then of the objects that it changes."""
+        result = [(name, leaf) for name, leaf in self.outputs if isinstance(leaf, TensorLeaf)]
+        return result + [each for after in self.objects for each in after.outputs]
+
+    @property
+    def num_left(self) -> int:
+        """How many of these are left in objects among the arguments; the last ones."""
+        return sum(len(each.outputs) for each in self.objects)
+
+    def unflatten(
+        self, tensors: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None,
+        in_place: bool = False,
+    ) -> Any:  # fmt: skip
+        """The model's output, from the values of the program's outputs of kind ``output``.
+
+        ``args``, ``kwargs``: of the call, whose objects are changed ``in_place``, or else made anew for the result.
+        """
+        count = len(tensors) - self.num_left
+        rest, left = iter(tensors[:count]), iter(tensors[count:])
+        objects = objects_among(named_arguments(self.forward, args, kwargs or {})) if self.objects else {}
+        after = {
+            each.path: (each.updated if in_place else each.remade)(objects[each.path], left) for each in self.objects
+        }
+        leaves = (
+            after[leaf.path] if isinstance(leaf, Returned) else leaf.value if isinstance(leaf, Constant) else next(rest)
+            for _, leaf in self.outputs
+        )
         return rebuild(self.output_tree, leaves)
 
 
@@ -72,9 +98,16 @@ def call_signature(
     return signature_of(*call_leaves(model.forward, args, kwargs), train, state)
 
 
-def output_leaves(output: Any) -> tuple[Leaves, list[tuple[str, torch.Tensor]], Tree]:
-    """The leaves of a model's output, the tensors among them, and its tree; a single tensor is named ``output``."""
-    leaves, tree = flatten(output)
+OutputLeaves = tuple[tuple[str, Leaf | Returned], ...]
+
+
+def output_leaves(output: Any, objects: CallObjects | None = None) -> tuple[OutputLeaves, list[Named], Tree]:
+    """The leaves of a model's output, the tensors among them, and its tree; a single tensor is named ``output``.
+
+    ``objects``: those among the arguments, each of which is one leaf where it is returned.
+    """
+    path_of: Callable[[Any], str | None] = (lambda value: None) if objects is None else objects.path_of
+    leaves, tree = flatten(output, is_leaf=lambda value: path_of(value) is not None)
     if tree == LEAF:
         leaves = [("output", output)]
     for name, value in leaves:
@@ -84,10 +117,14 @@ def output_leaves(output: Any) -> tuple[Leaves, list[tuple[str, torch.Tensor]], 
     for name, problem, remedy in unnamed(leaves):
         raise CaptureError(f"output {name!r}", problem, remedy)
     tensors = [(name, value) for name, value in leaves if isinstance(value, torch.Tensor)]
-    return tuple((name, leaf_of(value)) for name, value in leaves), tensors, tree
+    described: list[tuple[str, Leaf | Returned]] = []
+    for name, value in leaves:
+        path = path_of(value)
+        described.append((name, leaf_of(value) if path is None else Returned(path)))
+    return tuple(described), tensors, tree
 
 
-def differentiable_names(outputs: Leaves, further: Sequence[str]) -> tuple[str, ...]:
+def differentiable_names(outputs: OutputLeaves, further: Sequence[str]) -> tuple[str, ...]:
     """The outputs from which backward starts: ``loss``, else all of 0 dims, else all; and those in ``further``."""
     candidates = {name: leaf for name, leaf in outputs if isinstance(leaf, TensorLeaf) and leaf.requires_grad}
     for name in further:
@@ -125,6 +162,14 @@ def call_leaves(
 
     An argument that is given as its default counts as not given.
     """
+    leaves, tree = flatten(dict(named_arguments(forward, args, kwargs)))
+    what = "a tensor in a container"
+    raise_all([ShardingError(f"input {name!r}", what, problem, remedy) for name, problem, remedy in unnamed(leaves)])
+    return leaves, tree
+
+
+def named_arguments(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Named]:
+    """The arguments of a call that are not given as their defaults, by name; ``foo`` for one of ``**kw``."""
     named: dict[str, Any] = {}
     for name, place, default in _places(forward, len(args), tuple(kwargs)):
         if isinstance(place, dict):  # **kw
@@ -136,10 +181,7 @@ def call_leaves(
             is_alike = isinstance(value, (int, float, str)) and type(value) is type(default) and value == default
             if value is not default and not (is_alike and repr(value) == repr(default)):  # -0.0 is not 0.0
                 named[name] = value
-    leaves, tree = flatten(named)
-    what = "a tensor in a container"
-    raise_all([ShardingError(f"input {name!r}", what, problem, remedy) for name, problem, remedy in unnamed(leaves)])
-    return leaves, tree
+    return list(named.items())
 
 
 def rebuild_call(
@@ -178,18 +220,6 @@ def optional_arguments(forward: Callable[..., Any]) -> dict[str, str]:
     return {parameter.name: parameter.name for parameter in parameters if parameter.default is None}
 
 
-def unnamed(leaves: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, str, str]]:
-    """For every tensor without a name of its own the name that it would have, the problem, and the remedy."""
-    tensors: set[str] = set()
-    for name, value in leaves:
-        if isinstance(value, (set, frozenset)) and any(isinstance(each, torch.Tensor) for each in value):
-            yield name, "it is in a set, which has no order: none says which tensor is which", "use a list or a tuple"
-        if isinstance(value, torch.Tensor):
-            if name in tensors:
-                yield name, "two tensors have this path: a key with a dot reads as two", "rename one of the keys"
-            tensors.add(name)
-
-
 def _bound(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
     signature = inspect.signature(forward)
     try:
@@ -214,97 +244,6 @@ def _places(forward: Callable[..., Any], count: int, names: tuple[str, ...]) -> 
 @lru_cache(maxsize=256)
 def _places_of_method(function: Callable[..., Any], count: int, names: tuple[str, ...]) -> list[tuple[str, Any, Any]]:
     return _places(partial(function, None), count, names)
-
-
-_MAX_DEPTH = 8  # of plain objects inside plain objects
-
-
-@dataclass(frozen=True, slots=True)
-class Tree:
-    """The nesting of a value, hashable: of a container its type, keys and children; a leaf has no ``kind``."""
-
-    kind: type | None = None
-    keys: tuple[Any, ...] = ()
-    children: tuple[Tree, ...] = ()
-
-    def __str__(self) -> str:
-        """``{'ids': _, 'mask': _}``, ``(_, _)`` or ``Cache(keys=_)``: leaves are underscores."""
-        if self.kind is None:
-            return "_"
-        if self.kind in (tuple, list):
-            inner = ", ".join(map(str, self.children))
-            return f"[{inner}]" if self.kind is list else f"({inner}{',' * (len(self.children) == 1)})"
-        if self.kind is dict:
-            return f"{{{', '.join(f'{key!r}: {child}' for key, child in zip(self.keys, self.children, strict=True))}}}"
-        pairs = zip(self.keys, self.children, strict=True)
-        return f"{self.kind.__name__}({', '.join(f'{key}={child}' for key, child in pairs)})"
-
-
-LEAF = Tree()
-
-
-def flatten(value: Any, name: str = "") -> tuple[list[tuple[str, Any]], Tree]:
-    """The leaves with their paths (``batch.ids``, ``xs.0``), and the tree for ``rebuild``.
-
-    All that is no container is a leaf: tensors, numbers, None, modules. Unlike ``torch.utils._pytree`` this sees into
-    dataclasses, subclasses of dict and plain objects (key-value caches) without a registration, which is global.
-    """
-    items = _items(value)
-    if items is None:
-        return [(name, value)], LEAF
-    leaves: list[tuple[str, Any]] = []
-    children: list[Tree] = []
-    for key, child in items:
-        child_leaves, tree = flatten(child, f"{name}.{key}" if name else str(key))
-        leaves += child_leaves
-        children.append(tree)
-    return leaves, Tree(type(value), tuple(key for key, _ in items), tuple(children))
-
-
-def rebuild(tree: Tree, leaves: Iterable[Any]) -> Any:
-    """The value of a tree with new leaves, in the order of ``flatten``."""
-    kind, rest = tree.kind, iter(leaves)
-    if kind is None:
-        return next(rest)
-    children = [rebuild(child, rest) for child in tree.children]
-    if issubclass(kind, (tuple, list)):
-        return kind(*children) if hasattr(kind, "_fields") else kind(children)
-    items = zip(tree.keys, children, strict=True)
-    if issubclass(kind, dict) and dataclasses.is_dataclass(kind):  # transformers' ModelOutput
-        return kind(**dict(items))
-    if issubclass(kind, dict):
-        mapping = kind()
-        mapping.update(items)
-        return mapping
-    value = kind.__new__(kind)
-    for key, child in items:
-        object.__setattr__(value, key, child)
-    return value
-
-
-def _items(value: Any) -> list[tuple[Any, Any]] | None:
-    """The children of a container with their keys; None for a leaf."""
-    if isinstance(value, torch.Tensor):
-        return None
-    if isinstance(value, (tuple, list)):
-        return list(zip(getattr(value, "_fields", range(len(value))), value, strict=True))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return list((fields if isinstance(value, dict) else fields | attributes_of(value)).items())
-    if isinstance(value, dict):
-        return list(value.items())
-    return list(attributes_of(value).items()) if _holds_tensor(value, _MAX_DEPTH) else None
-
-
-def _holds_tensor(value: Any, depth: int) -> bool:
-    """Whether a value is a tensor, or a container or plain object (a key-value cache) with one in it."""
-    if isinstance(value, torch.Tensor):
-        return True
-    if isinstance(value, (tuple, list, dict)):
-        return any(_holds_tensor(child, depth) for child in (value.values() if isinstance(value, dict) else value))
-    if depth == 0 or isinstance(value, (type, torch.nn.Module)):
-        return False
-    return any(_holds_tensor(child, depth - 1) for child in attributes_of(value).values())
 
 
 def state_of(model: nn.Module, constants: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -31,16 +31,17 @@ from shardc.capture.annotations import Match, annotate_output, annotating
 from shardc.capture.assembly import TraceSignature, assemble
 from shardc.capture.call import (
     CallingConvention,
-    Tree,
+    OutputLeaves,
     call_leaves,
     call_signature,
     differentiable_names,
+    named_arguments,
     output_leaves,
     rebuild_call,
 )
+from shardc.capture.containers import Tree
 from shardc.capture.decompositions import Casting, FunctionRewrites, decompositions, unfused_recurrent_layers
 from shardc.capture.higher_order import REPLACED, higher_order_ops
-from shardc.capture.masks import Masks
 from shardc.capture.microbatches import counting_marks, marks_passed
 from shardc.capture.model import (
     borrow,
@@ -53,7 +54,10 @@ from shardc.capture.model import (
     replace_tensors,
     state_names,
 )
-from shardc.capture.refusals import (
+from shardc.capture.objects import CallObjects, ObjectAfter, Returned, preserved
+from shardc.capture.signature import Constant
+from shardc.capture.values.masks import Masks
+from shardc.capture.values.refusals import (
     DATA_DEPENDENT,
     OWN_COLLECTIVE,
     Guards,
@@ -70,8 +74,7 @@ from shardc.capture.refusals import (
     python_effects,
     user_location,
 )
-from shardc.capture.signature import Constant, Leaves, TensorLeaf
-from shardc.capture.unknown import UnknownNumber, UnknownValueError
+from shardc.capture.values.unknown import UnknownNumber, UnknownValueError
 from shardc.language.errors import CaptureError, ShardingError, note_place_in_model
 from shardc.language.sharding import TensorType
 from shardc.options import Precision
@@ -158,7 +161,7 @@ def is_same_capture(
 class _Joint:
     """The forward and backward of a call as one function of flat tensors, in the order of ``inputs``.
 
-    State: what ``run`` learns of the output while it is traced: ``outputs``, ``output_tree``, ``tangents``;
+    State: what ``run`` learns while it is traced: ``outputs``, ``output_tree``, ``tangents``, ``objects``;
     ``refusals``, ``masks`` and ``tracker``, which see each call of the trace; ``guards`` of that trace; ``has_guards``,
     whether it has them of torch's ops, as no path of the model has a graph without; ``opaque``, the opaque calls, which
     a traced graph names by their keys alone.
@@ -171,8 +174,9 @@ class _Joint:
     modules: Mapping[str, Match]
     differentiable: tuple[str, ...]
     precision: Precision | None
-    outputs: Leaves = field(init=False)
+    outputs: OutputLeaves = field(init=False)
     output_tree: Tree = field(init=False)
+    objects: tuple[ObjectAfter, ...] = field(init=False)
     refusals: Refusals = field(init=False)
     masks: Masks = field(init=False)
     tracker: SourceTracker = field(init=False)
@@ -221,6 +225,7 @@ class _Joint:
         fake_log = logging.getLogger("torch._subclasses.fake_tensor")
         with (
             borrow(self.model, self.train),
+            preserved(named_arguments(self.model.forward, self.args, self.kwargs)),
             torch.inference_mode(False),
             torch.autograd.set_multithreading_enabled(False),
             unfused_recurrent_layers(),
@@ -255,10 +260,12 @@ class _Joint:
         used = casting.enter(named)
         replace_tensors(self.model, _of_kinds(used, "parameter", "buffer"), self.aliases)
         args, kwargs = rebuild_call(self.model.forward, self.args, self.kwargs, _of_kinds(used, "input"))
+        objects = CallObjects(named_arguments(self.model.forward, args, kwargs))
         self.tracker = SourceTracker(self.model, self.modules, self.refusals, self.guards if self.has_guards else None)
         self.guards.begin(self.values)
         with self.tracker, torch.set_grad_enabled(self.train):
-            self.outputs, results, self.output_tree = output_leaves(self.model(*args, **kwargs))
+            self.outputs, results, self.output_tree = output_leaves(self.model(*args, **kwargs), objects)
+            self.objects, left = objects.after({leaf.path for _, leaf in self.outputs if isinstance(leaf, Returned)})
             for name, leaf in self.outputs:
                 if isinstance(leaf, Constant) and isinstance(leaf.value, UnknownNumber):
                     raise Unfit(
@@ -267,7 +274,8 @@ class _Joint:
             casting.check_unchanged()
             tangents, gradients = self._backward(dict(results), used, casting) if self.train else ([], [])
             after = (current_tensor(self.model, name) if kind == "buffer" else x for (kind, name), x in named.items())
-            outputs, inputs_after = [tensor.detach() for _, tensor in results], [tensor.detach() for tensor in after]
+            outputs = [tensor.detach() for _, tensor in (*results, *left)]
+            inputs_after = [tensor.detach() for tensor in after]
             return [*outputs, *gradients, *inputs_after, *tangents, *self.guards.results]
 
     def _backward(
@@ -293,7 +301,9 @@ class _Joint:
 
     def captured(self, traced: fx.GraphModule) -> Captured:
         """The traced graph as a program with its calling convention."""
-        results = [Output(name, "output") for name, leaf in self.outputs if isinstance(leaf, TensorLeaf)]
+        forward, signature = self.model.forward, call_signature(self.model, self.args, self.kwargs, self.train)
+        convention = CallingConvention(forward, self.outputs, self.output_tree, signature, {}, self.objects)
+        results = [Output(name, "output") for name, _ in convention.tensors]
         if self.train:
             results += [Output(entry.name, "gradient") for entry in self.inputs if entry.requires_grad]
         guards = tuple(Output(name, "guard") for name in self.guards.names)
@@ -302,8 +312,7 @@ class _Joint:
         skipped = (f"{place} checks values: no step runs it" for place in self.refusals.passed_over)
         masked = (f"{each} selects by a mask: all rows are computed, those of it count" for each in self.masks.places)
         program = replace(program, notes=(*program.notes, *skipped, *masked))
-        forward, signature = self.model.forward, call_signature(self.model, self.args, self.kwargs, self.train)
-        convention = CallingConvention(forward, self.outputs, self.output_tree, signature, constants)
+        convention = replace(convention, constants=constants)
         return Captured(program, convention, self.aliases, self.modules, self.differentiable, self.precision)
 
 

@@ -17,9 +17,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import dropout, interpolate, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from shardc.capture.call import flatten, rebuild
-from shardc.capture.masks import Masks
-from shardc.capture.refusals import Unfit
+from shardc.capture.containers import flatten, rebuild
+from shardc.capture.values.masks import Masks
+from shardc.capture.values.refusals import Unfit
 from shardc.language.errors import CaptureError
 from shardc.ops.contraction import grouped_mm
 from shardc.options import Precision

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardc.capture.model import override_attribute
-from shardc.capture.refusals import user_location
+from shardc.capture.values.refusals import user_location
 from shardc.language.errors import CaptureError
 from shardc.language.sharding import TensorType
 from shardc.program.node import last_node, takes_device

@@ -34,7 +34,7 @@ from shardc.capture.model import (
     state_names,
     with_aliases,
 )
-from shardc.capture.refusals import failing_line, known_number
+from shardc.capture.values.refusals import failing_line, known_number
 from shardc.language.errors import CaptureError, ShardingError
 from shardc.language.sharding import TensorType
 from shardc.options import check_model

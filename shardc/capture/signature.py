@@ -187,6 +187,13 @@ CONTAINERS = {dict, OrderedDict, list, set}  # left out where empty, which saves
 APART = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook"}
 
 
+def _own_attributes(module: nn.Module) -> Mapping[str, Any]:
+    """A module's attributes; ``forward`` is ``own`` of what stands for it in a parallel module."""
+    attributes = vars(module)
+    forward: Any = attributes.get("forward")
+    return {**attributes, "forward": forward.own} if hasattr(forward, "own") else attributes
+
+
 def model_state(model: nn.Module) -> State:
     """All of a model that forward may read besides values of tensors, by name.
 
@@ -207,7 +214,7 @@ def model_state(model: nn.Module) -> State:
             continue
         attributes = tuple(
             (name, fingerprint(value, memo))
-            for name, value in vars(module).items()
+            for name, value in _own_attributes(module).items()
             if value is not None and name not in APART and not (type(value) in CONTAINERS and not value)
         )
         state.append((f"module {path!r}", (type(module), attributes)))

@@ -71,7 +71,7 @@ def _run(options: argparse.Namespace) -> int:
     except ShardingError as error:
         return _report(error, BAD_ANNOTATION)
     except SystemExit as error:
-        from shardc.capture.refusals import failing_line
+        from shardc.capture.values.refusals import failing_line
 
         remedy = "raise an error there, or leave it out"
         return _report(CaptureError(failing_line(error), "it ends the process", remedy), CAPTURE_FAILED)

@@ -20,7 +20,8 @@ from shardc.program.node import ancestors, is_annotation, is_getitem, operand, t
 from shardc.program.program import Program, Value
 
 MOVES: set[Any] = {*COLLECTIVES, *EXCHANGES, bucket, reshard}  # a runtime allocates their results
-PART_OF = {"computed": "update", **dict.fromkeys(("output", "buffer", "guard"), "forward"), "gradient": "backward"}
+OF_FORWARD = ("output", "buffer", "changed", "guard")
+PART_OF = {"computed": "update", **dict.fromkeys(OF_FORWARD, "forward"), "gradient": "backward"}
 
 
 def is_row_of_kept(program: Program, name: str, stored: fx.Node, kept: fx.Node) -> bool:

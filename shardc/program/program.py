@@ -48,12 +48,13 @@ class Output:
     """An element of the output node's one tuple argument, in order.
 
     ``gradient``: of the parameter or input that it names. ``buffer``: a buffer's new value, written back after the
-    step. ``computed``: a parameter as it is computed on, where that is kept until the parameter is written. ``guard``:
-    what keeps an op in the program that must find in values what it found at capture.
+    step. ``changed``: that of an input which the forward changes in place. ``computed``: a parameter as it is computed
+    on, where that is kept until the parameter is written. ``guard``: what keeps an op in the program that must find in
+    values what it found at capture.
     """
 
     name: str
-    kind: Literal["output", "gradient", "buffer", "computed", "guard"]
+    kind: Literal["output", "gradient", "buffer", "changed", "computed", "guard"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,7 +432,7 @@ def ends_of(program: Program) -> Iterator[End]:
         if output.kind == "gradient":
             yield output, next(node for name, node in differentiable if name == output.name), result
         else:
-            kind = {"buffer": "buffer", "computed": "parameter"}.get(output.kind, "")
+            kind = {"buffer": "buffer", "changed": "input", "computed": "parameter"}.get(output.kind, "")
             yield output, stored.get((kind, output.name)), result
 
 

@@ -9,7 +9,8 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from shardc.capture.call import call_leaves, flatten, rebuild
+from shardc.capture.call import call_leaves
+from shardc.capture.containers import flatten, rebuild
 from shardc.language.cluster import cluster
 from shardc.language.errors import OptionError, did_you_mean
 from shardc.language.machine import Device

@@ -18,8 +18,9 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.checkpoint import checkpoint
 
 from shardc.capture.annotations import Match, annotate
-from shardc.capture.call import call_signature, flatten, output_leaves
+from shardc.capture.call import call_signature, output_leaves
 from shardc.capture.capture import Captured, capture
+from shardc.capture.containers import flatten
 from shardc.capture.signature import TensorLeaf
 from shardc.language.errors import CaptureError, ShardingError
 from shardc.language.partition import P
@@ -75,7 +76,7 @@ def interpret(
         for kind in ("gradient", "buffer")
     }
     outputs = [result for o, result in zip(program.outputs, results, strict=True) if o.kind == "output"]
-    return Results(convention.unflatten(outputs), by_kind["gradient"], by_kind["buffer"])
+    return Results(convention.unflatten(outputs, args, kwargs), by_kind["gradient"], by_kind["buffer"])
 
 
 def eager(
@@ -846,6 +847,13 @@ class Numpy(nn.Module):
         return x + float(x.detach().numpy().max())
 
 
+class InPlaceOfComputed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x.mul_(2)
+        return x.sum()
+
+
 class InPlace(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.mul_(2).sum()
@@ -935,11 +943,15 @@ def test_an_input_that_forward_lets_require_grad_is_no_parameter():
     assert [output.name for output in captured.program.outputs] == ["output", "linear.weight", "linear.bias"]
 
 
-def test_an_input_changed_in_place_is_refused():
-    with pytest.raises(
-        CaptureError, match=r"input 'x'\n  the forward changes it in place \(f64\[3\]\)\n  write to a c"
-    ):
-        capture(InPlace(), (torch.randn(3),), {})
+def test_an_input_changed_in_place_has_a_new_value():
+    captured = capture(InPlace(), (torch.randn(3),), {})
+    assert [(output.name, output.kind) for output in captured.program.outputs] == [
+        ("output", "output"),
+        ("x", "changed"),
+    ]
+    problem = r"input 'x'\n  the forward changes it in place \(f64\[3\]\), and it has a gradient\n  write to a c"
+    with pytest.raises(CaptureError, match=problem):
+        capture(InPlaceOfComputed(), (torch.randn(3, requires_grad=True),), {})
 
 
 def test_an_error_of_the_model_itself_keeps_its_type():

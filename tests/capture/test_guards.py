@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardc
 from shardc import CaptureError, Mesh, P
-from shardc.capture.refusals import GuardError
+from shardc.capture.values.refusals import GuardError
 from shardc.runtime.comm.distributed import make_device_mesh
 from shardc.runtime.module.runtime import MAX_VARIANTS
 from shardc.verify import verify

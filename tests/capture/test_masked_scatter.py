@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc import CaptureError, Mesh, P
-from shardc.capture.refusals import GuardError
+from shardc.capture.values.refusals import GuardError
 from shardc.runtime.comm.distributed import make_device_mesh
 
 MESH = Mesh(dp=2, tp=2)

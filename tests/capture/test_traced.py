@@ -12,7 +12,7 @@ import shardc
 from shardc import Mesh, P
 from shardc.capture.capture import capture
 from shardc.capture.decompositions import TRACED_AS
-from shardc.capture.refusals import Unfit
+from shardc.capture.values.refusals import Unfit
 from shardc.program.node import op_name
 from shardc.program.traffic import fallbacks_of
 

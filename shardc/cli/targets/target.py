@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardc.capture.call import call_leaves, flatten, rebuild
-from shardc.capture.refusals import failing_line
+from shardc.capture.call import call_leaves
+from shardc.capture.containers import flatten, rebuild
+from shardc.capture.values.refusals import failing_line
 from shardc.cli.targets.model import model_and_inputs
 from shardc.language.errors import ShardingError, UsageError, did_you_mean, raise_all
 from shardc.language.mesh import Mesh

@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 import shardc
 from shardc import Mesh, P
 from shardc.capture.decompositions import FunctionRewrites
-from shardc.capture.masks import Masks
-from shardc.capture.refusals import Guards
+from shardc.capture.values.masks import Masks
+from shardc.capture.values.refusals import Guards
 from shardc.ops.random import poisson_quantile, seeded
 
 pytestmark = pytest.mark.xdist_group("draw_random")  # who shares what is made once

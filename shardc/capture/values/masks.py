@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
 
-from shardc.capture.refusals import Guards, Unfit, node_of, user_location
+from shardc.capture.values.refusals import Guards, Unfit, node_of, user_location
 from shardc.program.node import ancestors, is_random, last_node, nodes_after
 
 aten = torch.ops.aten

@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardc.capture.model import override_attribute
-from shardc.capture.unknown import UnknownNumber, UnknownValueError, passing_check
+from shardc.capture.values.unknown import UnknownNumber, UnknownValueError, passing_check
 from shardc.language.errors import CaptureError, error_line, error_text
 from shardc.language.sharding import TensorType
 from shardc.ops.linalg import STEADY
@@ -419,7 +419,7 @@ def failing_place(error: BaseException, model: nn.Module) -> str:
 def _is_users(filename: str) -> bool:
     standard = filename.startswith((sysconfig.get_paths()["stdlib"], *_GENERATED)) and "site-packages" not in filename
     standard |= f"site-packages{os.sep}numpy{os.sep}" in filename
-    homes = (os.path.dirname(torch.__file__), str(Path(__file__).resolve().parents[1]))
+    homes = (os.path.dirname(torch.__file__), str(Path(__file__).resolve().parents[2]))
     return not standard and not filename.startswith(tuple(home + os.sep for home in homes))
 
 

@@ -161,7 +161,7 @@ def _catches_in(nodes: list[ast.AST]) -> Iterator[_Catch]:
 
 
 _TORCH = f"site-packages{os.sep}torch{os.sep}"
-_CAPTURE = str(Path(__file__).with_name("capture.py")), "run"  # the function that calls the model
+_CAPTURE = str(Path(__file__).parents[1] / "capture.py"), "run"  # the function that calls the model
 
 
 def _is_caught(frame: FrameType | None, error: ast.expr | None) -> bool:

@@ -1,0 +1,49 @@
+"""What a call of a parallel module asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardc.capture.signature import Signature
+
+from ..agreement.entry import Kind
+from ..agreement.request import request_lines
+
+ModelTensors = Mapping[tuple[str, str], Tensor]  # parameters and buffers, by kind and name
+Key = tuple[Hashable, ...]
+
+
+@dataclass(slots=True)
+class CallRequest:
+    """What a call asks for: of a model, or of a SubmoduleView of it.
+
+    ``tensors``: the model's, by kind and name. ``arguments``: those among its arguments. ``key``: its signature, and
+    what a program depends on besides. ``digest``: of ``text``, where ranks agree on it. ``writes``: whether it places
+    or gathers parameters. ``is_whole``: whether outputs come back whole and plain.
+    """
+
+    kind: Kind
+    model: nn.Module
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    key: tuple[Signature, *Key]
+    tensors: ModelTensors
+    arguments: Sequence[tuple[str, Tensor]]
+    digest: bytes = b""
+    writes: bool = False
+    is_whole: bool = False
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The model's parameters."""
+        return [each for (kind, _), each in self.tensors.items() if kind == "parameter"]
+
+    def text(self) -> str:
+        """All that must be equal on every rank."""
+        called = getattr(self.model, "path", "the model")
+        further = [f"autocast of the mesh {list(self.key)[3:]}", f"a call of {called}"]
+        return "\n".join(request_lines(self.key[0], self.model, self.arguments, further))

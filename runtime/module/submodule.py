@@ -1,0 +1,105 @@
+"""Calls of one module of a parallel module, as ``generate`` calls an encoder: programs of their own.
+
+Such a program has the names, the annotations and the shardings of the whole model.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any, Protocol
+
+from torch import nn
+
+SHARED = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
+
+
+class Runtime(Protocol):
+    """Runs a model, or a view of it."""
+
+    model: nn.Module
+
+    def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any], model: nn.Module | None = None) -> Any: ...
+
+
+class SubmoduleView(nn.Module):
+    """A model that is called at one of its modules: the model's names, the module's forward."""
+
+    def __init__(self, model: nn.Module, path: str) -> None:
+        super().__init__()
+        for name in SHARED:
+            self.__dict__[name] = model.__dict__[name]
+        self.path, self.training = path, model.training
+
+    @property
+    def forward(self) -> Callable[..., Any]:  # type: ignore[override]
+        """The module's own."""
+        return own_forward(self.get_submodule(self.path))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.get_submodule(self.path)(*args, **kwargs)
+
+
+class SubmoduleForward:
+    """Stands for the forward of a module in a parallel module: outside of a program it runs one."""
+
+    def __init__(self, runtime: Runtime, path: str, module: nn.Module) -> None:
+        self._runtime, self._path, self._module = runtime, path, module
+        self.own = vars(module).get("forward")  # one that was set on the module itself
+        functools.update_wrapper(self, own_forward(module))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._runtime.forward(args, kwargs, SubmoduleView(self._runtime.model, self._path))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        """The forward of a copy of the module, which is a plain one."""
+        return _class_forward(memo[id(self._module)])
+
+    def __reduce__(self) -> Any:
+        return _class_forward, (self._module,)
+
+
+def _class_forward(module: nn.Module) -> Callable[..., Any]:
+    return MethodType(type(module).forward, module)
+
+
+def own_forward(module: nn.Module) -> Callable[..., Any]:
+    """The forward of a module, whatever stands for it."""
+    forward = module.forward
+    if not isinstance(forward, SubmoduleForward):
+        return forward
+    return _class_forward(module) if forward.own is None else forward.own
+
+
+def stand_for_forwards(runtime: Runtime) -> None:
+    """Let every module of a runtime's model that has parameters run a program where it is called by itself."""
+    for path, module in runtime.model.named_modules():
+        if path and next(module.parameters(), None) is not None:
+            _put_back(module)
+            module.__dict__["forward"] = SubmoduleForward(runtime, path, module)
+
+
+@contextmanager
+def own_forwards(model: nn.Module) -> Iterator[None]:
+    """In the block the modules of a model run their own forwards."""
+    stood = {module: forward for module in model.modules() if (forward := _put_back(module)) is not None}
+    try:
+        yield
+    finally:
+        for module, forward in stood.items():
+            module.__dict__["forward"] = forward
+
+
+def _put_back(module: nn.Module) -> SubmoduleForward | None:
+    """Take away what stands for a module's forward, and return it."""
+    forward = vars(module).get("forward")
+    if isinstance(forward, SubmoduleForward):
+        del module.__dict__["forward"]
+        if forward.own is not None:
+            module.__dict__["forward"] = forward.own
+        return forward
+    if isinstance(forward, MethodType) and forward == _class_forward(module):  # in a copy
+        del module.__dict__["forward"]
+    return None
