@@ -138,7 +138,7 @@ Region = tuple[tuple[int, int], ...]  # for each sub-dim, the start and the leng
 
 def shard(whole: Tensor, sharding: Sharding, position: int) -> Tensor:
     """The piece of a whole tensor of the rank at ``position``, without padding; a view where possible."""
-    if not sharding.cut_axes:
+    if not any(part.size > 1 for part in sharding.cut_axes):
         return whole
     refined = whole.reshape(_refined_shape(sharding, whole.shape))
     piece = _narrow(refined, region(sharding, whole.shape, position))

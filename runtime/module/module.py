@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
-import types
 from collections.abc import Callable, Mapping
 from html import escape
+from types import MethodType, new_class
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -35,6 +35,9 @@ class ParallelModule(nn.Module):
     DTensor, replicated until the first call is compiled, and in its propagated sharding from then on; on virtual ranks
     they stay plain and whole.
 
+    Inputs of a call are global values, plain tensors or DTensors. Outputs of no dims and vectors of at most 1,024
+    elements are plain; on a DeviceMesh others are DTensors unless an annotation ``output:NAME`` is ``P()``.
+
     Its class is made by ``module_of``, a subclass of the model's: methods of the model, as ``generate`` is one, call
     this module. It shares all attributes with the copied model but those of a call: ``forward``, and hooks that are set
     on it, which run outside of the program. All that shardc adds lives in ``shardc``, a ModuleRuntime. Its ``seed``,
@@ -57,19 +60,6 @@ class ParallelModule(nn.Module):
         fresh = vars(nn.Module())
         for name, value in {RUNTIME: runtime, "_forward": None, **{name: fresh.get(name) for name in CALL}}.items():
             object.__setattr__(self, name, value)
-
-    @property
-    def forward(self) -> Callable[..., Any]:
-        """Runs the model, whose signature it has. Inputs are global values, plain tensors or DTensors.
-
-        0-dim outputs and vectors of at most 1,024 elements are plain. On a DeviceMesh other outputs are DTensors unless
-        an annotation ``output:NAME`` is ``P()``.
-        """
-        return self._forward or _with_signature(self.shardc)
-
-    @forward.setter
-    def forward(self, value: Callable[..., Any]) -> None:
-        object.__setattr__(self, "_forward", value)
 
     def __repr__(self) -> str:
         runtime, model = self.shardc, type(self.shardc.model).__name__
@@ -121,7 +111,7 @@ class ParallelModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         twin = memo[id(self)] = type(self)(self.shardc.copied(copy.deepcopy(self.shardc.model, memo)))
         if self._forward is not None:
-            twin.forward = copy.deepcopy(self._forward, memo)
+            object.__setattr__(twin, "_forward", copy.deepcopy(self._forward, memo))
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -150,23 +140,36 @@ def module_of(kind: type[ParallelModule], runtime: ModuleRuntime) -> ParallelMod
 def _class_of(kind: Any, model: Any) -> Any:
     """A subclass of both under the name of the model's class, as transformers writes it to ``config.json``."""
     body: dict[str, Any] = {"__slots__": (), "__module__": model.__module__, "__qualname__": model.__qualname__}
+    body["forward"] = _Forward(model)
     if callable(getattr(model, "generate", None)):
         body |= {"__slots__": LENGTH, "generate": generating(model.generate)}
     if callable(prepare := getattr(model, "_prepare_static_cache", None)):
         body["_prepare_static_cache"] = preparing(prepare)
-    return types.new_class(model.__name__, (kind, model), {}, lambda namespace: namespace.update(body))
+    return new_class(model.__name__, (kind, model), {}, lambda namespace: namespace.update(body))
 
 
-def _with_signature(runtime: ModuleRuntime) -> Callable[..., Any]:
-    """The forward of a parallel module, with the signature and the docstring of the model's."""
+class _Forward:
+    """The forward of a class of parallel modules: it runs the model, whose signature and docstring it has.
 
-    @functools.wraps(runtime.model.forward)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            _refuse_compiling(type(runtime.model).__name__)
-        return runtime.forward(args, kwargs)
+    One that is set on a module stands for it there; it is not the model's, which is captured.
+    """
 
-    return forward
+    def __init__(self, model: type[nn.Module]) -> None:
+        @functools.wraps(model.forward)
+        def forward(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                _refuse_compiling(type(self).__name__)
+            return self.shardc.forward(args, kwargs)
+
+        self.function = forward
+
+    def __get__(self, module: ParallelModule | None, kind: type[ParallelModule]) -> Callable[..., Any]:
+        if module is None:
+            return self.function
+        return module._forward or MethodType(self.function, module)
+
+    def __set__(self, module: ParallelModule, value: Callable[..., Any]) -> None:
+        object.__setattr__(module, "_forward", value)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

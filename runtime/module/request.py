@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardc.capture.model_state import ModelTensors
 from shardc.capture.signature import Signature
 
 from ..agreement.entry import Kind
 from ..agreement.request import request_lines
 
-ModelTensors = Mapping[tuple[str, str], Tensor]  # parameters and buffers, by kind and name
 Key = tuple[Hashable, ...]
 
 

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from shardc.capture.call import call_leaves
 from shardc.capture.model import computed_tensors, state_names, tensors_of
-from shardc.capture.signature import Signature, model_state, signature_of
+from shardc.capture.model_state import LatestState
+from shardc.capture.signature import Signature, signature_of
 from shardc.capture.values.refusals import GuardError
 from shardc.language.errors import CaptureError, OrderError, ShardingError, error_text
 from shardc.language.mesh import idle_axes_among
@@ -73,6 +74,7 @@ class ModuleRuntime:
         self.variants: OrderedDict[tuple[Signature, *Key], Variants] = OrderedDict()
         self._latest: Variants | None = None
         self.mesh = conversion.comm.mesh  # as the user has it, with the axis of stages
+        self._latest_states: dict[str, LatestState] = {}  # by the path of a module that is called, "" for the model
         self._is_compiled = self._returns_whole = False
         self.seed, self.step = 0, 0
         copies = conversion.copies(model, initial, is_compiled_soon)
@@ -167,14 +169,14 @@ class ModuleRuntime:
     ) -> CallRequest:  # fmt: skip
         """What a call of the model or of a view of it asks for."""
         with self._telling():
-            tensors = dict(tensors_of(model))
+            state, tensors = self._latest_states.setdefault(getattr(model, "path", ""), LatestState()).read(model)
             self.conversion.check(tensors)
             leaves, tree = call_leaves(model.forward, args, kwargs)
             arguments = [(name, leaf) for name, leaf in leaves if isinstance(leaf, Tensor)]
             train = torch.is_grad_enabled() and any(
                 each.requires_grad for each in (*tensors.values(), *(leaf for _, leaf in arguments))
             )
-            signature = signature_of(leaves, tree, train, model_state(model))
+            signature = signature_of(leaves, tree, train, state)
             placements = tuple(each.placements for _, each in arguments if isinstance(each, DTensor))
             dtypes = tuple(each.dtype for each in tensors.values())
             device = self.conversion.comm.device.type

@@ -48,10 +48,12 @@ class SubmoduleForward:
     def __init__(self, runtime: Runtime, path: str, module: nn.Module) -> None:
         self._runtime, self._path, self._module = runtime, path, module
         self.own = vars(module).get("forward")  # one that was set on the module itself
+        self._view = SubmoduleView(runtime.model, path)
         functools.update_wrapper(self, own_forward(module))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._runtime.forward(args, kwargs, SubmoduleView(self._runtime.model, self._path))
+        self._view.training = self._runtime.model.training
+        return self._runtime.forward(args, kwargs, self._view)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         """The forward of a copy of the module, which is a plain one."""

@@ -14,6 +14,7 @@ from torch import nn
 
 from shardc.capture.containers import LEAF, Named, Tree, flatten, rebuild, unnamed
 from shardc.capture.model import state_names
+from shardc.capture.model_state import model_state
 from shardc.capture.objects import CallObjects, ObjectAfter, Returned, objects_among
 from shardc.capture.signature import (
     Constant,
@@ -22,7 +23,6 @@ from shardc.capture.signature import (
     State,
     TensorLeaf,
     leaf_of,
-    model_state,
     signature_of,
 )
 from shardc.language.errors import CaptureError, ShardingError, did_you_mean, raise_all

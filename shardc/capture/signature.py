@@ -1,10 +1,10 @@
-"""The cache key of a captured program: the signature of a call, with fingerprints of its arguments and of the model."""
+"""The cache key of a captured program: the signature of a call, with fingerprints of its arguments."""
 
 from __future__ import annotations
 
 import sys
 from array import array
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardc.capture.model import state_names
 from shardc.language.sharding import TensorType
 
 
@@ -22,7 +21,7 @@ from shardc.language.sharding import TensorType
 class Signature:
     """All that a captured program depends on: two calls with equal signatures share a program.
 
-    ``leaves``: every leaf of the arguments by name. ``state``: ``model_state``, often the same object and so quick to
+    ``leaves``: every leaf of the arguments by name. ``state``: of the model, often the same object and so quick to
     compare, slow to hash. ``autocast``: the dtype that autocast casts to, by device type.
     """
 
@@ -91,6 +90,8 @@ def signature_of(leaves: Sequence[tuple[str, Any]], tree: Hashable, train: bool,
     described = tuple((name, leaf_of(value)) for name, value in leaves)
     return Signature(described, tree, train, state, torch.get_default_dtype(), tuple(autocast))
 
+
+State = tuple[tuple[str, Hashable], ...]
 
 MAX_DEPTH, MAX_ENTRIES = 6, 256
 _BY_IDENTITY = (type, FunctionType, BuiltinFunctionType, ModuleType, nn.Module)
@@ -180,42 +181,3 @@ def _is_value(value: Any) -> bool:
     except TypeError:
         return False
     return "__eq__" in {name for kind in type(value).__mro__[:-1] for name in vars(kind)}
-
-
-State = tuple[tuple[str, Hashable], ...]
-CONTAINERS = {dict, OrderedDict, list, set}  # left out where empty, which saves most of the time
-APART = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook"}
-
-
-def _own_attributes(module: nn.Module) -> Mapping[str, Any]:
-    """A module's attributes; ``forward`` is ``own`` of what stands for it in a parallel module."""
-    attributes = vars(module)
-    forward: Any = attributes.get("forward")
-    return {**attributes, "forward": forward.own} if hasattr(forward, "own") else attributes
-
-
-def model_state(model: nn.Module) -> State:
-    """All of a model that forward may read besides values of tensors, by name.
-
-    That is the shape and ``requires_grad`` of parameters, the names that are tied, and for every module its type and
-    attributes, ``training`` and hooks included.
-    """
-    memo: dict[int, Hashable] = {}
-    parameters, buffers, aliases = state_names(model)
-    state: list[tuple[str, Hashable]] = [
-        (f"requires_grad of {name}", parameter.requires_grad) for name, parameter in parameters.items()
-    ]
-    state += [(f"the shape of {name}", tuple(tensor.shape)) for name, tensor in {**parameters, **buffers}.items()]
-    state += [(f"what {name} is tied to", first) for name, first in aliases.items()]
-    paths: dict[int, str] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        if (first := paths.setdefault(id(module), path)) != path:
-            state.append((f"module {path!r}", first))
-            continue
-        attributes = tuple(
-            (name, fingerprint(value, memo))
-            for name, value in _own_attributes(module).items()
-            if value is not None and name not in APART and not (type(value) in CONTAINERS and not value)
-        )
-        state.append((f"module {path!r}", (type(module), attributes)))
-    return tuple(state)

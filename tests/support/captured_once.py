@@ -21,7 +21,8 @@ from shardc.capture.annotations import Matched
 from shardc.capture.call import call_leaves
 from shardc.capture.capture import Captured
 from shardc.capture.model import state_names
-from shardc.capture.signature import model_state, signature_of
+from shardc.capture.model_state import model_state
+from shardc.capture.signature import signature_of
 from shardc.compiler import Request
 from shardc.program.opaque import Opaque
 
