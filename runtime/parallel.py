@@ -22,9 +22,10 @@ from .comm.comm import Comm
 from .comm.distributed import make_device_mesh, start_job
 from .execute.executor import Executor, Runner
 from .execute.inductor import InductorExecutor
+from .model_class import module_of
 from .module.conversion import Conversion, conversion_on
 from .module.initial import INITIAL
-from .module.module import ParallelModule, module_of
+from .module.module import ParallelModule
 from .module.runtime import CompileFn, ModuleRuntime
 from .pipeline.conversion import PipelineConversion, pipeline_on
 from .pipeline.module import PipelineModule, PipelineRuntime

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,37 @@ def export(path: str | os.PathLike[str], module: nn.Module, *, file_bytes: int =
     """
     check_request(path, module, None, None, None)
     folder, module = Path(path), unwrapped(module)
+    model: nn.Module = module.shardc.model if isinstance(module, ParallelModule) else module
+
+    def write(tensors: WholeTensors) -> None:
+        _write(folder, tensors, file_bytes)
+        _write_config(folder, model, tensors)
+
+    _on_first_rank(module, model, write)
+    return folder
+
+
+def saving(save: Callable[..., Any]) -> Callable[..., Any]:
+    """The ``save_pretrained`` of a model's class for its parallel module, which every rank of a job calls.
+
+    The first rank writes what the model's own would, and has the whole model in memory; ``export`` has one tensor.
+    """
+
+    @functools.wraps(save)
+    def run(self: ParallelModule, folder: Any, *args: Any, **kwargs: Any) -> None:
+        def write(tensors: WholeTensors) -> None:
+            state = dict(zip(tensors.headers, tensors.values, strict=True))
+            save(self, folder, *args, **{**kwargs, "state_dict": state, "is_main_process": True})
+
+        _on_first_rank(self, self.shardc.model, write)
+
+    return run
+
+
+def _on_first_rank(module: nn.Module, model: nn.Module, write: Callable[[WholeTensors], None]) -> None:
+    """Write the whole tensors of a module on the first rank, to which all others send theirs."""
     ranks = ranks_of(module, "exports")
     finish_save(ranks)
-    model: nn.Module = module.shardc.model if isinstance(module, ParallelModule) else module
     tensors, error = None, None
     try:
         tensors = WholeTensors(module, model, ranks)
@@ -50,14 +79,12 @@ def export(path: str | os.PathLike[str], module: nn.Module, *, file_bytes: int =
     tensors.agree()
     if ranks.is_first:
         try:
-            _write(folder, tensors, file_bytes)
-            _write_config(folder, model, tensors)
+            write(tensors)
         except Exception as caught:
             error = caught
     for _ in tensors.values:
         pass  # a rank that does not write sends its blocks; after an error nobody may wait for another
     ranks.agree(error)
-    return folder
 
 
 class WholeTensors:

@@ -18,6 +18,7 @@ from torch._C._autograd import _get_current_graph_task_keep_graph as retains_gra
 from torch.distributed.tensor import DTensor
 
 from shardc.capture.call import CallingConvention
+from shardc.capture.model_state import ModelTensors
 from shardc.language.errors import OrderError, ShardingError
 from shardc.program.lifetime import alone_in_memory
 from shardc.program.program import Input, Output, Program, ends_of, is_small_output
@@ -33,7 +34,7 @@ from ..execute.part import Values
 from ..tensor.reduction import complete_norms
 from .accumulation import Accumulation, DeferredReduction, deferred_gradient, deferred_reduction_of, separate_rows
 from .conversion import Conversion, Converter, GatheredParameters, ParameterGather, plain
-from .request import CallRequest, ModelTensors
+from .request import CallRequest
 
 Columns = Sequence[Sequence[Tensor | None]]  # for each output of a program its shard on every rank
 

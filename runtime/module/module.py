@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from html import escape
-from types import MethodType, new_class
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -16,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from shardc.language.errors import ShardingError
 
 from .conversion import DistributedConversion
-from .generation import LENGTH, generating, preparing
 from .runtime import ModuleRuntime
 
 RUNTIME = "shardc"  # the one name that is ours
@@ -38,7 +35,7 @@ class ParallelModule(nn.Module):
     Inputs of a call are global values, plain tensors or DTensors. Outputs of no dims and vectors of at most 1,024
     elements are plain; on a DeviceMesh others are DTensors unless an annotation ``output:NAME`` is ``P()``.
 
-    Its class is made by ``module_of``, a subclass of the model's: methods of the model, as ``generate`` is one, call
+    Its class is that of ``module_of``, a subclass of the model's: methods of the model, as ``generate`` is one, call
     this module. It shares all attributes with the copied model but those of a call: ``forward``, and hooks that are set
     on it, which run outside of the program. All that shardc adds lives in ``shardc``, a ModuleRuntime. Its ``seed``,
     ``step``, ``program``, ``compile_for`` and ``clip_grad_norm_`` are attributes of the module too, unless the model
@@ -130,50 +127,9 @@ class ParallelModule(nn.Module):
         raise _compiling_error(type(self.shardc.model).__name__)
 
 
-def module_of(kind: type[ParallelModule], runtime: ModuleRuntime) -> ParallelModule:
-    """The parallel module that a runtime runs, of a subclass of its model's class."""
-    cls: type[ParallelModule] = _class_of(kind, type(runtime.model))  # type: ignore[arg-type]
-    return cls(runtime)
-
-
-@functools.cache
-def _class_of(kind: Any, model: Any) -> Any:
-    """A subclass of both under the name of the model's class, as transformers writes it to ``config.json``."""
-    body: dict[str, Any] = {"__slots__": (), "__module__": model.__module__, "__qualname__": model.__qualname__}
-    body["forward"] = _Forward(model)
-    if callable(getattr(model, "generate", None)):
-        body |= {"__slots__": LENGTH, "generate": generating(model.generate)}
-    if callable(prepare := getattr(model, "_prepare_static_cache", None)):
-        body["_prepare_static_cache"] = preparing(prepare)
-    return new_class(model.__name__, (kind, model), {}, lambda namespace: namespace.update(body))
-
-
-class _Forward:
-    """The forward of a class of parallel modules: it runs the model, whose signature and docstring it has.
-
-    One that is set on a module stands for it there; it is not the model's, which is captured.
-    """
-
-    def __init__(self, model: type[nn.Module]) -> None:
-        @functools.wraps(model.forward)
-        def forward(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                _refuse_compiling(type(self).__name__)
-            return self.shardc.forward(args, kwargs)
-
-        self.function = forward
-
-    def __get__(self, module: ParallelModule | None, kind: type[ParallelModule]) -> Callable[..., Any]:
-        if module is None:
-            return self.function
-        return module._forward or MethodType(self.function, module)
-
-    def __set__(self, module: ParallelModule, value: Callable[..., Any]) -> None:
-        object.__setattr__(module, "_forward", value)
-
-
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _refuse_compiling(name: str) -> NoReturn:
+def refuse_compiling(name: str) -> NoReturn:
+    """Raise the error for a module that ``torch.compile`` looks into."""
     raise _compiling_error(name)
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from shardc.capture.call import call_leaves
 from shardc.capture.model import computed_tensors, state_names, tensors_of
-from shardc.capture.model_state import LatestState
+from shardc.capture.model_state import LatestState, ModelTensors
 from shardc.capture.signature import Signature, signature_of
 from shardc.capture.values.refusals import GuardError
 from shardc.language.errors import CaptureError, OrderError, ShardingError, error_text
@@ -37,7 +37,7 @@ from .accumulation import Accumulation, reduce_now
 from .compiled_call import Compilation, CompiledCall
 from .conversion import Arrival, Conversion, DistributedConversion
 from .optimizer import note_copied
-from .request import CallRequest, Key, ModelTensors
+from .request import CallRequest, Key
 from .submodule import own_forwards, stand_for_forwards
 
 MAX_PROGRAMS = 16

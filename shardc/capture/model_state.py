@@ -77,7 +77,7 @@ class _ModuleBefore:
     def __init__(self, module: nn.Module, memo: dict[int, Hashable]) -> None:
         self._module, self._type, self._attributes = module, type(module), vars(module)
         self._names, self._values = list(self._attributes), list(self._attributes.values())
-        tables = [module._parameters, module._buffers, module._modules]
+        tables: list[dict[str, Any]] = [module._parameters, module._buffers, module._modules]
         self._tables = [(table, list(table), list(table.values())) for table in tables]
         self._tensors = [(x, x.requires_grad, x.shape) for table in tables[:2] for x in table.values() if x is not None]
         others = [value for name, value in _own_attributes(module).items() if name not in APART]

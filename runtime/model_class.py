@@ -1,0 +1,60 @@
+"""The class of a parallel module: a subclass of the model's, whose methods call the parallel module."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import MethodType, new_class
+from typing import Any
+
+import torch
+from torch import nn
+
+from .checkpoint.export import saving
+from .module.generation import LENGTH, generating, preparing
+from .module.module import ParallelModule, refuse_compiling
+from .module.runtime import ModuleRuntime
+
+
+def module_of(kind: type[ParallelModule], runtime: ModuleRuntime) -> ParallelModule:
+    """The parallel module that a runtime runs, of a subclass of its model's class."""
+    cls: type[ParallelModule] = _class_of(kind, type(runtime.model))  # type: ignore[arg-type]
+    return cls(runtime)
+
+
+@functools.cache
+def _class_of(kind: Any, model: Any) -> Any:
+    """A subclass of both under the name of the model's class, as transformers writes it to ``config.json``."""
+    body: dict[str, Any] = {"__slots__": (), "__module__": model.__module__, "__qualname__": model.__qualname__}
+    body["forward"] = _Forward(model)
+    if callable(getattr(model, "generate", None)):
+        body |= {"__slots__": LENGTH, "generate": generating(model.generate)}
+    if callable(prepare := getattr(model, "_prepare_static_cache", None)):
+        body["_prepare_static_cache"] = preparing(prepare)
+    if callable(save := getattr(model, "save_pretrained", None)):
+        body["save_pretrained"] = saving(save)
+    return new_class(model.__name__, (kind, model), {}, lambda namespace: namespace.update(body))
+
+
+class _Forward:
+    """The forward of a class of parallel modules: it runs the model, whose signature and docstring it has.
+
+    One that is set on a module stands for it there; it is not the model's, which is captured.
+    """
+
+    def __init__(self, model: type[nn.Module]) -> None:
+        @functools.wraps(model.forward)
+        def forward(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                refuse_compiling(type(self).__name__)
+            return self.shardc.forward(args, kwargs)
+
+        self.function = forward
+
+    def __get__(self, module: ParallelModule | None, kind: type[ParallelModule]) -> Callable[..., Any]:
+        if module is None:
+            return self.function
+        return module._forward or MethodType(self.function, module)
+
+    def __set__(self, module: ParallelModule, value: Callable[..., Any]) -> None:
+        object.__setattr__(module, "_forward", value)
