@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from shardc.capture.call import call_leaves
 from shardc.capture.model import computed_tensors, state_names, tensors_of
 from shardc.capture.model_state import LatestState, ModelTensors
-from shardc.capture.signature import Signature, signature_of
+from shardc.capture.signature import Signature, changing_sizes, signature_of
 from shardc.capture.values.refusals import GuardError
 from shardc.language.errors import CaptureError, OrderError, ShardingError, error_text
 from shardc.language.mesh import idle_axes_among
@@ -272,9 +272,10 @@ class ModuleRuntime:
             warnings.warn(error_text(f"a {type(self.model).__name__}", f"{self.mesh}", what, remedy), stacklevel=9)
 
     def _forget_oldest(self) -> None:
-        one, other = (signature for signature, *_ in list(self.variants)[-2:])
-        differences = ", ".join(one.differences(other)[:4])
-        what = f"it was compiled for more than {MAX_PROGRAMS} signatures, the last two differ in {differences}"
+        signatures = [signature for signature, *_ in self.variants]
+        *_, one, other = signatures
+        differences = changing_sizes(signatures) or ["the last two differ in " + ", ".join(one.differences(other)[:4])]
+        what = f"it was compiled for more than {MAX_PROGRAMS} signatures: {', '.join(differences[:4])}"
         problem = "the oldest is forgotten, and compiled again when it comes back"
         remedy = "give it inputs of fewer shapes, or pad them"
         warnings.warn(error_text(f"a {type(self.model).__name__}", what, problem, remedy), stacklevel=5)

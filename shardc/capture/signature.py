@@ -42,6 +42,22 @@ class Signature:
         return texts or ["gradients on or off, the default dtype, or autocast"]
 
 
+def changing_sizes(signatures: Sequence[Signature]) -> list[str]:
+    """The dims of inputs whose size is another in most of a model's signatures, in words."""
+    types: dict[str, list[TensorType]] = {}
+    for signature in signatures:
+        for name, leaf in signature.leaves:
+            if isinstance(leaf, TensorLeaf):
+                types.setdefault(name, []).append(leaf.type)
+    texts: list[str] = []
+    for name, of_input in types.items():
+        for dim in range(min(len(each.shape) for each in of_input)):
+            count = len({each.shape[dim] for each in of_input})
+            if count > len(signatures) / 2:
+                texts.append(f"dim {dim} of {name!r} had {count} sizes")
+    return texts
+
+
 @dataclass(frozen=True, slots=True)
 class TensorLeaf:
     """A tensor among the leaves of a call or of an output."""
