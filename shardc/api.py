@@ -324,8 +324,7 @@ def parallelize(
         check_annotations(annotations or {})
         check_draw(seed, 0)
         options = Options(zero, precision, remat, bucket, pipeline, machine_of(links), optimizer)
-        if has_call:
-            check_call(args, kwargs, True, differentiable, strict)
+        check_call(args, kwargs, True, differentiable, strict)
         compile_fn = partial(_compile_call, mesh=mesh, **asked)
         module = parallel_module(model, mesh, compile_fn, runtime, compile, options, initial, has_call, check, meeting)
         module.shardc.seed = seed

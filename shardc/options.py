@@ -40,7 +40,7 @@ class Zero:
     stage: Literal[1, 2, 3] = 3
 
     def __post_init__(self) -> None:
-        if self.stage not in STAGES:
+        if isinstance(self.stage, bool) or self.stage not in STAGES:
             raise OptionError("Zero", f"stage={self.stage!r}", "there is no such stage", "say 1, 2 or 3")
 
     @property
@@ -339,6 +339,9 @@ def check_model(model: Any) -> None:
     if inner is not None:
         remedy = f"give the {type(inner).__name__} itself, and to parallelize compile='inductor'"
         raise ShardingError(who, f"a {type(inner).__name__} in torch.compile", "it is compiled already", remedy)
+    if getattr(model, "_compiled_call_impl", None) is not None:
+        problem, remedy = "it is compiled already", "leave compile() out, and say compile='inductor' to parallelize"
+        raise ShardingError(who, f"a {type(model).__name__} after compile()", problem, remedy)
     _check_modules(model)
 
 
@@ -390,7 +393,7 @@ def check_draw(seed: Any, step: Any) -> None:
     raise_all([
         _wrong_type(name, value, "it is a whole number of less than 64 bits", f"say {name}=0")
         for name, value in (("seed", seed), ("step", step))
-        if not isinstance(value, int) or not -(2**63) <= value < 2**63
+        if not isinstance(value, int) or isinstance(value, bool) or not -(2**63) <= value < 2**63
     ])  # fmt: skip
 
 

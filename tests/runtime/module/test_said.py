@@ -180,3 +180,28 @@ def test_a_pipeline_shows_the_mesh_that_it_was_given() -> None:
     parallel = shardc.parallelize(MLP(), Mesh(pp=2, dp=2), DATA, pipeline=shardc.Pipeline(microbatches=2))
     assert repr(parallel) == "ParallelModule(MLP on Mesh(pp=2, dp=2), virtual ranks, not called yet)"
     assert repr(copy.deepcopy(parallel)) == repr(parallel)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"seed": True}, r"seed: True\n  it is a whole number"),
+        ({"strict": "x"}, r"strict: 'x'\n  it is yes or no"),
+        ({"differentiable": "loss"}, r"differentiable: 'loss'\n.*\n  say differentiable=\('loss',\)"),
+    ],
+)
+def test_a_wrong_argument_is_refused_before_the_first_call(given: Any, text: str) -> None:
+    with pytest.raises(ShardingError, match=text):
+        shardc.parallelize(MLP(), Mesh(dp=2), DATA, **given)
+
+
+def test_a_stage_is_a_number_and_a_compiled_model_is_refused() -> None:
+    with pytest.raises(OptionError, match="stage=True"):
+        Zero("dp", True)
+    model = MLP()
+    model.compile()
+    with pytest.raises(ShardingError, match="after compile\\(\\)\n  it is compiled already\n  leave compile"):
+        shardc.parallelize(model, Mesh(dp=2), DATA)
+    parallel = shardc.parallelize(MLP(), Mesh(dp=2), DATA)
+    with pytest.raises(ShardingError, match="torch.compile: a parallel MLP"):
+        parallel.compile()
