@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardc.language.errors import ShardingError, did_you_mean
 from shardc.language.mesh import Mesh
@@ -48,7 +48,7 @@ def making_together(
 
 def parallel_module(
     model: nn.Module, mesh: Any, compile_fn: CompileFn, runtime: str, backend: str, options: Options, initial: str,
-    is_compiled_soon: bool, check: str, meeting: Meeting | None,
+    is_compiled_soon: bool, check: str, meeting: Meeting | None, values: Mapping[str, Tensor] | None = None,
 ) -> ParallelModule:  # fmt: skip
     """The parallel module of a model; a ShardingError for an unknown or unsupported option.
 
@@ -56,7 +56,7 @@ def parallel_module(
     ``backend`` runs the program: ``eager`` or ``inductor``. ``options``: of every compilation. ``initial``: whose
     values the ranks of a job start from. ``is_compiled_soon``: a call is about to be compiled, which places parameters.
     ``check``: the calls in which the inputs of all ranks are compared. ``meeting``: of the ranks that make the module
-    together.
+    together. ``values``: of parameters and buffers, in place of the model's.
     """
     known_options: list[tuple[str, str, Iterable[str]]] = [
         ("runtime", runtime, RUNTIMES), ("compile", backend, RUNNERS), ("initial", initial, INITIAL),
@@ -84,14 +84,16 @@ def parallel_module(
         mesh = make_device_mesh(mesh, device.type)
     if runtime == "virtual":
         mesh = Mesh.of(mesh)
-    module = _module(mesh, pipeline, device, RUNNERS[backend], model, compile_fn, (initial, is_compiled_soon, gate))
+    module = _module(
+        mesh, pipeline, device, RUNNERS[backend], model, compile_fn, (initial, is_compiled_soon, gate, values)
+    )
     module.shardc.mesh = Mesh.of(mesh)
     return module
 
 
 def _module(
     mesh: Any, pipeline: Pipeline | None, device: torch.device, runner: Callable[[Program, Comm], Runner],
-    model: nn.Module, compile_fn: CompileFn, further: tuple[str, bool, Gate | None],
+    model: nn.Module, compile_fn: CompileFn, further: tuple[str, bool, Gate | None, Mapping[str, Tensor] | None],
 ) -> ParallelModule:  # fmt: skip
     """A module on a mesh, with a pipeline or without. ``further``: the last arguments of its runtime."""
     if pipeline is None:

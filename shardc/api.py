@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -292,6 +293,7 @@ def parallelize(
     initial: Literal["broadcast", "check", "trust"] = "broadcast",
     check: Literal["first", "always", "never"] = "always",
     seed: int = 0,
+    weights: str | os.PathLike[str] | Mapping[str, torch.Tensor] | None = None,
 ) -> ParallelModule:
     """The model as a module that runs on a mesh; the model itself is left as it was.
 
@@ -307,9 +309,12 @@ def parallelize(
     ``"first"`` of each signature, or ``"never"``.
     ``seed``: of what the model draws, as dropout does: the same on every mesh, and another in each step of training.
     ``torch.manual_seed`` does not change it; ``module.seed = 1`` does.
+    ``weights``: the values of a model that may be on meta, a folder of safetensors files as ``save_pretrained`` writes
+    it, or a state dict. On a DeviceMesh each rank reads its shards alone, when the first call is compiled.
 
     Warns of an axis of the mesh that cuts no work. Raises a ShardingError for a wrong argument.
     """
+    from shardc.runtime.checkpoint.weights import weights_of
     from shardc.runtime.parallel import making_together, parallel_module
 
     has_call = args is not None or kwargs is not None
@@ -326,7 +331,10 @@ def parallelize(
         options = Options(zero, precision, remat, bucket, pipeline, machine_of(links), optimizer)
         check_call(args, kwargs, True, differentiable, strict)
         compile_fn = partial(_compile_call, mesh=mesh, **asked)
-        module = parallel_module(model, mesh, compile_fn, runtime, compile, options, initial, has_call, check, meeting)
+        values = None if weights is None else weights_of(model, weights)
+        module = parallel_module(
+            model, mesh, compile_fn, runtime, compile, options, initial, has_call, check, meeting, values
+        )
         module.shardc.seed = seed
     if has_call:
         module.shardc.compile_for(args, kwargs)

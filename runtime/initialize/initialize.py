@@ -56,6 +56,22 @@ def initialize(
     return initialized.model
 
 
+def values_of(program: Program, constants: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
+    """Whole initial values of some tensors, by name; ``program`` is canonical. ShardingError for one without."""
+    cpu = torch.device("cpu")
+    evaluator = Evaluator(program, torch.tensor([0, 0]), constants, cpu)
+    tensors = dict[str, Tensor]()
+    for output, node in zip(program.outputs, program.results, strict=True):
+        if output.name in names:
+            assert node is not None, output
+            shape = program.value_type(program.value(node)).shape
+            try:
+                tensors[output.name] = evaluator.value(node, tuple(torch.arange(size) for size in shape))
+            except Unwritten:
+                _check([output.name], {})
+    return tensors
+
+
 def _placed(
     evaluator: Evaluator, conversion: Conversion, node: Any, sharding: Sharding, shape: tuple[int, ...], name: str
 ) -> Tensor:

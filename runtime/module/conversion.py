@@ -111,9 +111,14 @@ class VirtualConversion:
         """A copy of a parameter or buffer of the user's model, as the parallel module holds it."""
         return tensor.detach().clone()
 
-    def copies(self, model: nn.Module, initial: str, is_placed_soon: bool) -> Copies:
-        """The copies of a model's parameters and buffers."""
-        return Copies({id(each): self.copy(each) for each in (*model.parameters(), *model.buffers())})
+    def copies(
+        self, model: nn.Module, initial: str, is_placed_soon: bool, values: Mapping[str, Tensor] | None = None
+    ) -> Copies:
+        """The copies of a model's parameters and buffers, with ``values`` in place of theirs."""
+        if values is None:
+            return Copies({id(each): self.copy(each) for each in (*model.parameters(), *model.buffers())})
+        stored = ((name, each) for (kind, name), each in model_tensors(model).items() if kind != "attribute")
+        return Copies({id(each): values[name].to(self.comm.device, each.dtype, copy=True) for name, each in stored})
 
     def place(self, tensor: Tensor, sharding: Sharding, name: str) -> Tensor:
         """The same tensor, which stays whole."""
@@ -204,15 +209,24 @@ class DistributedConversion:
             return to_global(local(tensor).clone(), sharding, tuple(tensor.shape), self.device_mesh)
         return self._replicated(_clone(tensor, self.torch_comm.device))
 
-    def copies(self, model: nn.Module, initial: str, is_placed_soon: bool) -> Copies:
+    def copies(
+        self, model: nn.Module, initial: str, is_placed_soon: bool, values: Mapping[str, Tensor] | None = None
+    ) -> Copies:
         """The copies of a model's tensors: ``initial`` says whether they start from the first rank's values.
 
+        ``values``: of parameters and buffers, which every rank has; they are copied when tensors are placed.
         Values are sent at once, to whole copies. If some rank has tensors on meta, or if they are about to be placed,
         they are sent when tensors are placed, each rank's part alone. Until then other ranks have copies on meta; the
         first rank has copies, or the model's own memory if they are about to be placed.
         """
-        tensors, values = model_tensors(model), self.initial_values
-        waits = values.check(tensors, initial) or is_placed_soon
+        if values is not None:
+            stored = [(key, each) for key, each in model_tensors(model).items() if key[0] != "attribute"]
+            return Copies(
+                {id(each): self._replicated(each.detach().to("meta")) for _, each in stored},
+                frozenset(key for key, _ in stored),
+            )
+        tensors, sender = model_tensors(model), self.initial_values
+        waits = sender.check(tensors, initial) or is_placed_soon
         sends = initial == "broadcast" and self.agreement is not None
         copies, sent, awaited = dict[int, Tensor](), list[Tensor](), set[tuple[str, str]]()
         for (kind, name), tensor in tensors.items():
@@ -230,7 +244,7 @@ class DistributedConversion:
                 memory = torch.empty_like(tensor, device=device, memory_format=torch.contiguous_format)
                 sent.append(memory if tensor.is_meta else memory.copy_(tensor.detach()))
                 copies[id(tensor)] = memory.detach().requires_grad_(tensor.requires_grad)
-        values.broadcast(sent)
+        sender.broadcast(sent)
         return Copies(copies, frozenset(awaited))
 
     def _awaiting(self, tensor: Tensor, is_placed_soon: bool) -> Tensor:
@@ -257,6 +271,15 @@ class DistributedConversion:
                 parts += self._parts(each, local(placed[-1]))
             self.initial_values.scatter(parts)
             yield from placed
+
+    def filled(self, arrivals: Sequence[Arrival], values: Sequence[Tensor]) -> Iterator[Tensor]:
+        """For each arrival a DTensor with this rank's shard of a value that every rank has."""
+        for each, value in zip(arrivals, values, strict=True):
+            placed = self._awaited(each)
+            if self._stores(self.job.position, each):
+                sharding = each.sharding.on(self.torch_comm.mesh)
+                local(placed).copy_(shard(value, sharding, self._position(self.job.position)))
+            yield placed
 
     def _awaited(self, arrival: Arrival) -> Tensor:
         """A DTensor with memory for this rank's shard."""

@@ -65,7 +65,8 @@ class ModuleRuntime:
 
     def __init__(self, model: nn.Module, conversion: Conversion, compile_fn: CompileFn,
                  make_runner: Callable[[Program, Comm], Runner] = Executor, initial: str = "trust",
-                 is_compiled_soon: bool = False, gate: Gate | None = None) -> None:  # fmt: skip
+                 is_compiled_soon: bool = False, gate: Gate | None = None,
+                 values: Mapping[str, Tensor] | None = None) -> None:  # fmt: skip
         self.gate, self._writes = gate, Writes()
         self.conversion, self.compile_fn, self._make_runner = conversion, compile_fn, make_runner
         self._gathered, self._accumulation = conversion.gathered_parameters(), Accumulation()
@@ -77,8 +78,9 @@ class ModuleRuntime:
         self._latest_states: dict[str, LatestState] = {}  # by the path of a module that is called, "" for the model
         self._is_compiled = self._returns_whole = False
         self.seed, self.step = 0, 0
-        copies = conversion.copies(model, initial, is_compiled_soon)
-        self._awaited = copies.awaited  # tensors that get the first rank's values when they are placed
+        copies = conversion.copies(model, initial, is_compiled_soon, values)
+        self._awaited = copies.awaited  # tensors that get their values when they are placed
+        self._values = dict(values or {}) if copies.awaited else {}  # of those; without one the first rank's
         memo = computed_tensors(model) | copies.by_id  # with the copy of each parameter and buffer, tied ones once
         for parameter in model.parameters():
             memo[id(parameter)] = _new_parameter(memo[id(parameter)], parameter)
@@ -159,7 +161,7 @@ class ModuleRuntime:
         twin.model = model
         stand_for_forwards(twin)
         twin._shardings, twin._computed_shardings = dict(self._shardings), dict(self._computed_shardings)
-        twin._awaited = self._awaited
+        twin._awaited, twin._values = self._awaited, dict(self._values)
         twin.seed, twin.step, twin.mesh = self.seed, self.step, self.mesh
         twin._is_compiled = self._is_compiled
         return twin
@@ -316,21 +318,28 @@ class ModuleRuntime:
                 if placed is not tensor:
                     become(tensor, placed)
         if self._awaited:
-            self._receive(arrivals, tensors)
+            self._receive(arrivals, tensors if is_whole_model else {})
 
     def _receive(self, arrivals: Mapping[tuple[str, str], Arrival], tensors: ModelTensors) -> None:
-        """Give awaited tensors their values: those that a program reads in its shardings, others whole."""
+        """Give awaited tensors their values: those that a program reads in its shardings, others whole.
+
+        ``tensors``: those of the model that may come now.
+        """
         conversion = self.conversion
         assert isinstance(conversion, DistributedConversion), conversion
         mesh = conversion.torch_comm.mesh
         whole = {
             key: Arrival(tensors[key], Sharding.replicated(mesh, tensors[key].ndim), f"{key[0]} {key[1]!r}")
             for key in sorted(self._awaited - arrivals.keys())
+            if key in tensors
         }
-        every = [*arrivals.values(), *whole.values()]
-        for each, placed in zip(every, conversion.receive(every), strict=True):
+        every = {**arrivals, **whole}
+        arrived = list(every.values())
+        values = [self._values.pop(name) for _, name in every] if self._values else None
+        came = conversion.receive(arrived) if values is None else conversion.filled(arrived, values)
+        for each, placed in zip(arrived, came, strict=True):
             become(each.tensor, placed)
-        self._awaited = frozenset()
+        self._awaited -= every.keys()
 
     def _homes_of(self, name: str, runner: Runner) -> Sequence[int] | None:
         """The ranks of a pipeline that hold a parameter; None without a pipeline."""

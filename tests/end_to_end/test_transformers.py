@@ -27,6 +27,7 @@ from transformers import (
 
 import shardc
 from shardc import Mesh, P, Zero
+from shardc.language.errors import CheckpointError
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -126,6 +127,52 @@ def saved(make: str, folder: str) -> bool:
 def test_save_pretrained_writes_what_from_pretrained_reads(gloo: GlooPool, tmp_path: Path, make: str) -> None:
     assert gloo.run(saved, make, str(tmp_path)) == [True] * 4
     assert "config.json" in {name.removeprefix("adapter_") for name in os.listdir(tmp_path)}
+
+
+def loaded_from(folder: str) -> tuple[float, list[Any]]:
+    """On the ranks of a job, from a model on meta: the loss, and the shapes that a rank stores."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    parallel = shardc.parallelize(on_meta(), mesh, PLAN, weights=folder, zero=Zero("dp", 3))
+    loss = parallel(input_ids=tokens(4), labels=tokens(4)).loss
+    loss.backward()
+    return loss.item(), [tuple(each.to_local().shape) for each in parallel.parameters()][:2]
+
+
+def on_meta() -> PreTrainedModel:
+    with torch.device("meta"):
+        return llama()
+
+
+def test_each_rank_reads_its_shards_of_a_folder_for_a_model_on_meta(gloo: GlooPool, tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path, max_shard_size="20KB")
+    expected = llama()(input_ids=tokens(4), labels=tokens(4)).loss.item()
+    for loss, shapes in gloo.run(loaded_from, str(tmp_path)):
+        assert loss == pytest.approx(expected, abs=1e-6)
+        assert shapes == [(64, 32), (16, 32)]
+
+
+def test_weights_may_be_a_state_dict_and_lack_the_prefix_of_the_base() -> None:
+    state = {name.removeprefix("model."): each for name, each in llama().state_dict().items()}
+    parallel = shardc.parallelize(on_meta(), Mesh(dp=2, tp=2), PLAN, weights=state)
+    expected = llama()(input_ids=tokens(4)).logits
+    torch.testing.assert_close(parallel(input_ids=tokens(4)).logits, expected)
+    parallel.lm_head.weight.data.zero_()
+    assert state["lm_head.weight"].any()
+
+
+def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    state = llama().state_dict()
+    norm = state.pop("model.norm.weight")
+    with pytest.raises(CheckpointError, match="parameter 'model.norm.weight': it has no values\n  the weights do not"):
+        shardc.parallelize(on_meta(), Mesh(dp=2), weights=state)
+    with pytest.raises(
+        CheckpointError, match=r"tensor 'model.norm.weight': of shape \[32\]\n  the weights have \[16\]"
+    ):
+        shardc.parallelize(on_meta(), Mesh(dp=2), weights=state | {"model.norm.weight": norm[:16]})
+    with pytest.raises(CheckpointError, match="there is no safetensors file in it"):
+        shardc.parallelize(on_meta(), Mesh(dp=2), weights=tmp_path)
+    with pytest.warns(UserWarning, match="weights: 1 tensors that the model lacks: other"):
+        shardc.parallelize(on_meta(), Mesh(dp=2), weights=state | {"model.norm.weight": norm, "other": norm})
 
 
 # peft.

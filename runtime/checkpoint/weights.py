@@ -1,0 +1,100 @@
+"""The values of a model that is on meta: those of a state dict, or of a folder that transformers wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardc.capture.initial_values import record_initializers
+from shardc.capture.model import state_names
+from shardc.language.errors import CheckpointError, did_you_mean, error_text
+from shardc.passes.canonicalize.canonicalize import canonicalize
+from shardc.passes.canonicalize.draw_random import name_draws
+
+from ..initialize.initialize import values_of
+from .file import OpenFile, named_errors
+
+INDEX = "model.safetensors.index.json"
+SUFFIX = ".safetensors"
+
+
+def weights_of(model: nn.Module, source: Any) -> dict[str, Tensor]:
+    """The values of a model's parameters and buffers, by name; those in files are read where they are copied.
+
+    ``source``: a mapping of names to tensors, or a folder with safetensors files, whose names may lack or have the
+    prefix of the model's base, as transformers writes it. Buffers that it lacks are computed as the model initialises
+    them; a CheckpointError names a parameter that it lacks, or a tensor of another shape.
+    """
+    given = dict(source) if isinstance(source, Mapping) else dict(_tensors_in(Path(source)))
+    parameters, buffers, aliases = state_names(model)
+    names = {name: name for name in (*parameters, *buffers)}
+    found: dict[str, Tensor] = {}
+    used = set[str]()
+    for name, first in (*names.items(), *aliases.items()):
+        key = next((each for each in _keys(model, name) if each in given), None)
+        if key is not None:
+            used.add(key)
+            found.setdefault(first, given[key])
+    _check(parameters, buffers, found, given)
+    if unused := [key for key in given if key not in used]:
+        what = (
+            f"{len(unused)} tensors that the model lacks: {', '.join(unused[:4])}{', ...' if len(unused) > 4 else ''}"
+        )
+        warnings.warn(
+            error_text(_who(source), what, "they are not read", "see whether it is that model's"), stacklevel=4
+        )
+    lacking = [name for name in buffers if name not in found]
+    found |= {name: buffers[name] for name in lacking if not buffers[name].is_meta}
+    if on_meta := [name for name in lacking if buffers[name].is_meta]:
+        initialized = record_initializers(model)
+        program = canonicalize(name_draws(initialized.program))
+        found |= values_of(program, initialized.constants, on_meta)
+    return found
+
+
+def _who(source: Any) -> str:
+    return "weights" if isinstance(source, Mapping) else f"weights {str(source)!r}"
+
+
+def _keys(model: nn.Module, name: str) -> Iterator[str]:
+    """The names that a tensor of a model may have where it was saved."""
+    yield name
+    prefix = getattr(model, "base_model_prefix", "")
+    if prefix:
+        yield name.removeprefix(f"{prefix}.")
+        yield f"{prefix}.{name}"
+
+
+def _check(
+    parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], found: Mapping[str, Tensor],
+    given: Mapping[str, Tensor],
+) -> None:  # fmt: skip
+    for name in parameters:
+        if name not in found:
+            remedy = did_you_mean(name, given) or "give the model that was saved, or weights=model.state_dict() of one"
+            raise CheckpointError(f"parameter {name!r}", "it has no values", "the weights do not have it", remedy)
+    for name, tensor in (*parameters.items(), *buffers.items()):
+        if name in found and found[name].shape != tensor.shape:
+            what, problem = f"of shape {list(tensor.shape)}", f"the weights have {list(found[name].shape)}"
+            raise CheckpointError(f"tensor {name!r}", what, problem, "make the model with the config that was saved")
+
+
+def _tensors_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in the safetensors files of a folder, none of which is read yet."""
+    files = sorted(folder.glob(f"*{SUFFIX}"))
+    with named_errors(folder / INDEX, "cannot be read"):
+        if (folder / INDEX).exists():
+            index = json.loads((folder / INDEX).read_text())
+            files = [folder / name for name in dict.fromkeys(index["weight_map"].values())]
+    if not files:
+        what, problem = "a folder", "there is no safetensors file in it"
+        raise CheckpointError(str(folder), what if folder.is_dir() else "no folder", problem, "give one that has some")
+    for path in files:
+        file = OpenFile(Path(os.path.realpath(path)))  # a hub's cache has links
+        yield from ((key, file.tensor(key)) for key in file.headers)
