@@ -173,7 +173,9 @@ class VirtualConverter:
         return [pad(each, self.sharding, self.shape, position) for position, each in enumerate(shards)]
 
     def to_tensor(self, shards: Sequence[Tensor], is_plain: bool) -> Tensor:
-        """The whole tensor; an AssertionError if replicas differ."""
+        """The whole tensor, which is the shard of a single rank; an AssertionError if replicas differ."""
+        if len(shards) == 1:
+            return shards[0]
         return unshard(shards, self.sharding, self.shape, self.name)
 
     def write(self, tensor: Tensor, shards: Sequence[Tensor]) -> None:
