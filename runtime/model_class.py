@@ -10,30 +10,36 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardc.language.errors import ShardingError
+
 from .checkpoint.export import saving
 from .module.generation import LENGTH, generating, preparing
-from .module.module import ParallelModule, refuse_compiling
+from .module.module import FORWARD, MODEL, ParallelModule, refuse_compiling
 from .module.runtime import ModuleRuntime
 
 
 def module_of(kind: type[ParallelModule], runtime: ModuleRuntime) -> ParallelModule:
     """The parallel module that a runtime runs, of a subclass of its model's class."""
     cls: type[ParallelModule] = _class_of(kind, type(runtime.model))  # type: ignore[arg-type]
-    return cls(runtime)
+    return cls.of(runtime)
 
 
 @functools.cache
 def _class_of(kind: Any, model: Any) -> Any:
     """A subclass of both under the name of the model's class, as transformers writes it to ``config.json``."""
     body: dict[str, Any] = {"__slots__": (), "__module__": model.__module__, "__qualname__": model.__qualname__}
-    body["forward"] = _Forward(model)
+    body |= {"forward": _Forward(model), MODEL: model}
     if callable(getattr(model, "generate", None)):
         body |= {"__slots__": LENGTH, "generate": generating(model.generate)}
     if callable(prepare := getattr(model, "_prepare_static_cache", None)):
         body["_prepare_static_cache"] = preparing(prepare)
     if callable(save := getattr(model, "save_pretrained", None)):
         body["save_pretrained"] = saving(save)
-    return new_class(model.__name__, (kind, model), {}, lambda namespace: namespace.update(body))
+    try:
+        return new_class(model.__name__, (kind, model), {}, lambda namespace: namespace.update(body))
+    except TypeError as error:
+        remedy = "leave __slots__ and arguments of its metaclass out of it, or wrap the model in a plain module"
+        raise ShardingError(f"the class {model.__name__}", "it has no subclass", str(error), remedy) from error
 
 
 class _Forward:
@@ -54,7 +60,13 @@ class _Forward:
     def __get__(self, module: ParallelModule | None, kind: type[ParallelModule]) -> Callable[..., Any]:
         if module is None:
             return self.function
-        return module._forward or MethodType(self.function, module)
+        return module._shardc_forward or MethodType(self.function, module)
+
+    def __call__(self, module: ParallelModule, *args: Any, **kwargs: Any) -> Any:
+        return self.function(module, *args, **kwargs)
 
     def __set__(self, module: ParallelModule, value: Callable[..., Any]) -> None:
-        object.__setattr__(module, "_forward", value)
+        object.__setattr__(module, FORWARD, value)
+
+    def __delete__(self, module: ParallelModule) -> None:
+        object.__setattr__(module, FORWARD, None)

@@ -66,6 +66,11 @@ def parallel_module(
         if value not in list(known):
             remedy = did_you_mean(value, known) or f"say one of {', '.join(known)}"
             raise ShardingError("parallelize", f"{option}={value!r}", f"there is no such {option}", remedy)
+    nested = [path for path, each in model.named_modules() if isinstance(each, ParallelModule)]
+    if nested:
+        what = f"its module {nested[0]!r} is parallel already" if nested[0] else "it is parallel already"
+        remedy = "give the model that it was made of, with the annotations of both"
+        raise ShardingError(f"a {type(model).__name__}", what, "a program cannot hold another one", remedy)
     device = _device_of(model)
     options.check_kinds()
     pipeline = options.pipeline

@@ -55,10 +55,10 @@ def saving(save: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(save)
-    def run(self: ParallelModule, folder: Any, *args: Any, **kwargs: Any) -> None:
+    def run(self: ParallelModule, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         def write(tensors: WholeTensors) -> None:
-            state = dict(zip(tensors.headers, tensors.values, strict=True))
-            save(self, folder, *args, **{**kwargs, "state_dict": state, "is_main_process": True})
+            state = kwargs.get("state_dict") or dict(zip(tensors.headers, tensors.values, strict=True))
+            save(self, save_directory, *args, **{**kwargs, "state_dict": state, "is_main_process": True})
 
         _on_first_rank(self, self.shardc.model, write)
 

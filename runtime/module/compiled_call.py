@@ -17,8 +17,9 @@ from torch import Tensor, fx
 from torch._C._autograd import _get_current_graph_task_keep_graph as retains_graph
 from torch.distributed.tensor import DTensor
 
-from shardc.capture.call import CallingConvention
+from shardc.capture.call import CallingConvention, named_arguments
 from shardc.capture.model_state import ModelTensors
+from shardc.capture.objects import objects_among
 from shardc.language.errors import OrderError, ShardingError
 from shardc.program.lifetime import alone_in_memory
 from shardc.program.program import Input, Output, Program, ends_of, is_small_output
@@ -92,6 +93,7 @@ class CompiledCall:
         ``random_key``: the seed and the step of random ops. Buffers are written back, and what the model changes in
         the call's arguments.
         """
+        self._check_shared(request)
         constants = {("buffer", name): each for name, each in self.compilation.convention.constants.items()}
         known = {**constants, **request.tensors}
         # None for tangents, and for parameters that no op reads: these are no part of autograd's graph
@@ -110,6 +112,25 @@ class CompiledCall:
             count = len(outputs) - convention.num_left
             outputs = [*map(plain, outputs[:count]), *outputs[count:]]
         return convention.unflatten(outputs, request.args, request.kwargs, in_place=True)
+
+    def _check_shared(self, request: CallRequest) -> None:
+        """ShardingError for arguments that are one tensor or object, which the model changes as one of them."""
+        inputs, convention = self.program.inputs, self.compilation.convention
+        written = {inputs[i].name for i in self._indices.written if inputs[i].kind == "input"}
+        changed = {each.path for each in convention.objects if each.outputs}
+        named: list[tuple[str, int]] = []
+        if written:
+            own = ((name, local(each) if isinstance(each, DTensor) else each) for name, each in request.arguments)
+            named += [(name, each.untyped_storage()._cdata) for name, each in own if each.numel()]
+        if changed:
+            arguments = named_arguments(convention.forward, request.args, request.kwargs)
+            named += [(path, id(each)) for path, each in objects_among(arguments).items()]
+        firsts = dict[int, str]()
+        for name, place in named:
+            first = firsts.setdefault(place, name)
+            if first != name and (written | changed) & {name, first}:
+                what, problem = f"it is {first!r}, or shares its memory", "the model changes one of them"
+                raise ShardingError(f"input {name!r}", what, problem, "pass a copy of it")
 
     def gathers(self, tensors: ModelTensors) -> bool:
         """Whether the next call gathers stored parameters."""

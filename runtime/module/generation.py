@@ -62,7 +62,9 @@ def _defaults(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     options: dict[str, Any] = {"disable_compile": True}  # programs are shardc's already
     asks_for_cache = "past_key_values" in kwargs or kwargs.get("use_cache", True) is False
     is_assisted = any(kwargs.get(name) or getattr(config, name, None) for name in ASSISTED)
-    can_be_static = getattr(module, "_can_compile_fullgraph", False)
+    is_assisted |= bool(getattr(config, "is_assistant", False))
+    device = module.shardc.conversion.comm.device.type
+    can_be_static = getattr(module, "_can_compile_fullgraph", False) and not torch.is_autocast_enabled(device)
     if can_be_static and not is_assisted and not asks_for_cache and not getattr(config, "cache_implementation", None):
         options["cache_implementation"] = "static"
     return options

@@ -16,7 +16,7 @@ from shardc.language.errors import ShardingError
 from .conversion import DistributedConversion
 from .runtime import ModuleRuntime
 
-RUNTIME = "shardc"  # the one name that is ours
+RUNTIME, FORWARD, MODEL = "shardc", "_shardc_forward", "_shardc_model"  # the names that are ours
 # What the module offers of its runtime, where the model has no attribute of that name.
 OFFERED = {"seed", "step", "program", "compile_for", "clip_grad_norm_"}
 # What a call of the module does besides its forward: the model has its own, which are part of what is captured.
@@ -42,20 +42,34 @@ class ParallelModule(nn.Module):
     has an attribute of that name.
     """
 
-    __slots__ = (RUNTIME, "_forward", *CALL)
+    __slots__ = (RUNTIME, FORWARD, *CALL)
 
     if TYPE_CHECKING:
         shardc: ModuleRuntime
         seed: int
         step: int
 
-    def __init__(self, runtime: ModuleRuntime) -> None:
-        if hasattr(runtime.model, RUNTIME):
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A new model, as the model's class makes it; ``of`` makes a parallel module."""
+        return getattr(cls, MODEL)(*args, **kwargs)
+
+    def __init_subclass__(cls) -> None:
+        """The model's class does not hear of this subclass, which is not the user's."""
+
+    @classmethod
+    def of(cls, runtime: ModuleRuntime) -> ParallelModule:
+        """The parallel module that a runtime runs."""
+        module: ParallelModule = object.__new__(cls)
+        module._begin(runtime)
+        return module
+
+    def _begin(self, runtime: ModuleRuntime) -> None:
+        if any(RUNTIME in vars(each) for each in (runtime.model, *type(runtime.model).__mro__)):
             what, problem = f"its attribute {RUNTIME!r}", "under that name the parallel module keeps what is its own"
             raise ShardingError(type(runtime.model).__name__, what, problem, "rename the attribute")
         object.__setattr__(self, "__dict__", runtime.model.__dict__)
         fresh = vars(nn.Module())
-        for name, value in {RUNTIME: runtime, "_forward": None, **{name: fresh.get(name) for name in CALL}}.items():
+        for name, value in {RUNTIME: runtime, FORWARD: None, **{name: fresh.get(name) for name in CALL}}.items():
             object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
@@ -106,10 +120,20 @@ class ParallelModule(nn.Module):
             super().__setattr__(name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
-        twin = memo[id(self)] = type(self)(self.shardc.copied(copy.deepcopy(self.shardc.model, memo)))
-        if self._forward is not None:
-            object.__setattr__(twin, "_forward", copy.deepcopy(self._forward, memo))
+        twin = memo[id(self)] = type(self).of(self.shardc.copied(copy.deepcopy(self.shardc.model, memo)))
+        for name in CALL:
+            object.__setattr__(twin, name, copy.deepcopy(getattr(self, name), memo))
+        if self._shardc_forward is not None:
+            object.__setattr__(twin, FORWARD, copy.deepcopy(self._shardc_forward, memo))
         return twin
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call ``forward`` and the hooks of this module; a call of the model's own class is part of the program."""
+        return nn.Module.__call__(self, *args, **kwargs)
+
+    def __copy__(self) -> NoReturn:
+        who, problem = f"a parallel {type(self.shardc.model).__name__}", "both would train the same parameters"
+        raise ShardingError("copy.copy", who, problem, "use copy.deepcopy, or the module itself")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         problem = "its programs and process groups belong to this process"

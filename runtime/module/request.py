@@ -23,7 +23,8 @@ class CallRequest:
 
     ``tensors``: the model's, by kind and name. ``arguments``: those among its arguments. ``key``: its signature, and
     what a program depends on besides. ``digest``: of ``text``, where ranks agree on it. ``writes``: whether it places
-    or gathers parameters. ``is_whole``: whether outputs come back whole and plain.
+    or gathers parameters. ``is_training``: whether a module of it is in training mode. ``is_whole``: whether outputs
+    come back whole and plain.
     """
 
     kind: Kind
@@ -33,6 +34,7 @@ class CallRequest:
     key: tuple[Signature, *Key]
     tensors: ModelTensors
     arguments: Sequence[tuple[str, Tensor]]
+    is_training: bool
     digest: bytes = b""
     writes: bool = False
     is_whole: bool = False

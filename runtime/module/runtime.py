@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardc.capture.call import call_leaves
-from shardc.capture.model import computed_tensors, state_names, tensors_of
+from shardc.capture.model import computed_tensors, override_attribute, state_names, tensors_of
 from shardc.capture.model_state import LatestState, ModelTensors
 from shardc.capture.signature import Signature, changing_sizes, signature_of
 from shardc.capture.values.refusals import GuardError
@@ -76,7 +76,7 @@ class ModuleRuntime:
         self._latest: Variants | None = None
         self.mesh = conversion.comm.mesh  # as the user has it, with the axis of stages
         self._latest_states: dict[str, LatestState] = {}  # by the path of a module that is called, "" for the model
-        self._is_compiled = self._returns_whole = False
+        self._is_compiled = self._returns_whole = self.is_capturing = False
         self.seed, self.step = 0, 0
         copies = conversion.copies(model, initial, is_compiled_soon, values)
         self._awaited = copies.awaited  # tensors that get their values when they are placed
@@ -95,7 +95,7 @@ class ModuleRuntime:
             request = self._request(args, kwargs, Kind.FORWARD, model or self.model)
             random_key, parameters = (self.seed, self.step), request.parameters
             variants = self._compiled(request)
-            self.step += self.model.training
+            self.step += request.is_training
             result = variants.run(
                 lambda call: call(request, random_key),
                 partial(self._agreed, request),
@@ -171,7 +171,8 @@ class ModuleRuntime:
     ) -> CallRequest:  # fmt: skip
         """What a call of the model or of a view of it asks for."""
         with self._telling():
-            state, tensors = self._latest_states.setdefault(getattr(model, "path", ""), LatestState()).read(model)
+            latest = self._latest_states.setdefault(getattr(model, "path", ""), LatestState())
+            state, tensors = latest.read(model)
             self.conversion.check(tensors)
             leaves, tree = call_leaves(model.forward, args, kwargs)
             arguments = [(name, leaf) for name, leaf in leaves if isinstance(leaf, Tensor)]
@@ -184,7 +185,9 @@ class ModuleRuntime:
             device = self.conversion.comm.device.type
             casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
             key = signature, placements, dtypes, torch.get_autocast_dtype(device) if casts else None
-            return CallRequest(kind, model, args, kwargs, key, tensors, arguments, is_whole=self._returns_whole)
+            return CallRequest(
+                kind, model, args, kwargs, key, tensors, arguments, latest.is_training, is_whole=self._returns_whole
+            )
 
     def _compiled(self, request: CallRequest) -> Variants:
         """The programs for a call, of which all ranks run the latest first; a new signature is compiled."""
@@ -244,7 +247,7 @@ class ModuleRuntime:
         with torch.inference_mode(False), torch.set_grad_enabled(has_grad):
             with self._telling():
                 fixed, train = self._fixed(request), request.key[0].train
-                with own_forwards(self.model):
+                with own_forwards(self.model), override_attribute(self, "is_capturing", True):
                     compilation = self.compile_fn(
                         request.model, args=request.args, kwargs=request.kwargs, train=train, fixed=fixed,
                         is_whole_model=request.model is self.model,

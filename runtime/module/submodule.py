@@ -20,6 +20,7 @@ class Runtime(Protocol):
     """Runs a model, or a view of it."""
 
     model: nn.Module
+    is_capturing: bool
 
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any], model: nn.Module | None = None) -> Any: ...
 
@@ -39,7 +40,8 @@ class SubmoduleView(nn.Module):
         return own_forward(self.get_submodule(self.path))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.get_submodule(self.path)(*args, **kwargs)
+        """The forward alone: the caller of the module runs its hooks."""
+        return self.forward(*args, **kwargs)
 
 
 class SubmoduleForward:
@@ -52,6 +54,8 @@ class SubmoduleForward:
         functools.update_wrapper(self, own_forward(module))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._runtime.is_capturing:  # by a forward that a user set in its place
+            return (self.own or _class_forward(self._module))(*args, **kwargs)
         self._view.training = self._runtime.model.training
         return self._runtime.forward(args, kwargs, self._view)
 
@@ -76,9 +80,12 @@ def own_forward(module: nn.Module) -> Callable[..., Any]:
 
 
 def stand_for_forwards(runtime: Runtime) -> None:
-    """Let every module of a runtime's model that has parameters run a program where it is called by itself."""
+    """Let every module of a runtime's model that has parameters run a program where it is called by itself.
+
+    But for modules with hooks that run before forward, which may make what it reads, as a normed weight.
+    """
     for path, module in runtime.model.named_modules():
-        if path and next(module.parameters(), None) is not None:
+        if path and not module._forward_pre_hooks and next(module.parameters(), None) is not None:
             _put_back(module)
             module.__dict__["forward"] = SubmoduleForward(runtime, path, module)
 

@@ -256,6 +256,7 @@ class _Joint:
         """The traced function; what it returns is said in ``TraceSignature``."""
         keys = [(str(entry.kind), entry.name) for entry in self.inputs]
         named = dict(zip(keys, tensors, strict=True))
+        before = {entry.name: entry.requires_grad for entry in self.inputs if entry.kind == "input"}
         casting = Casting(self.model, self.precision)
         used = casting.enter(named)
         replace_tensors(self.model, _of_kinds(used, "parameter", "buffer"), self.aliases)
@@ -273,6 +274,10 @@ class _Joint:
                     )
             casting.check_unchanged()
             tangents, gradients = self._backward(dict(results), used, casting) if self.train else ([], [])
+            for (kind, name), x in named.items():
+                if kind == "input" and x.grad_fn is not None and not before[name]:
+                    problem = "the forward writes to it what has a gradient"
+                    raise CaptureError(f"input {name!r}", problem, "return the new value, or write its detach()")
             after = (current_tensor(self.model, name) if kind == "buffer" else x for (kind, name), x in named.items())
             outputs = [tensor.detach() for _, tensor in (*results, *left)]
             inputs_after = [tensor.detach() for tensor in after]

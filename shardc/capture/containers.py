@@ -80,7 +80,8 @@ def update(value: Any, tree: Tree, leaves: Iterable[Any]) -> Any:
     old = dict(_items(value) or attributes_of(value).items()) if type(value) is kind else {}
     children = [update(old.get(key), child, rest) for key, child in zip(tree.keys, tree.children, strict=True)]
     items = tuple(zip(tree.keys, children, strict=True))
-    if type(value) is not kind or issubclass(kind, tuple):
+    is_fixed = issubclass(kind, (tuple, dict)) and not is_mutable_container(value)  # a ModelOutput takes no update
+    if type(value) is not kind or is_fixed:
         return _made(kind, items)
     if issubclass(kind, list):
         value[:] = children
@@ -94,6 +95,11 @@ def update(value: Any, tree: Tree, leaves: Iterable[Any]) -> Any:
         for key, child in items:
             object.__setattr__(value, key, child)
     return value
+
+
+def is_mutable_container(value: Any) -> bool:
+    """Whether a value is a list, or a dict but no ModelOutput."""
+    return isinstance(value, list) or (isinstance(value, dict) and not dataclasses.is_dataclass(value))
 
 
 def _made(kind: type, items: Sequence[tuple[Any, Any]]) -> Any:

@@ -60,12 +60,14 @@ class LatestState:
         self._modules: list[_ModuleBefore] = []
         self._state: State = ()
         self._tensors: ModelTensors = {}
+        self.is_training = False  # whether a module is
 
     def read(self, model: nn.Module) -> tuple[State, ModelTensors]:
         """The model's state, the same object while nothing changes; its parameters and buffers by kind and name."""
         memo: dict[int, Hashable] = {}
         if not self._modules or not all(each.is_same(memo) for each in self._modules):
             self._state, self._tensors = model_state(model), dict(tensors_of(model))
+            self.is_training = any(module.training for module in model.modules())
             memo = {}
             self._modules = [_ModuleBefore(module, memo) for module in model.modules()]
         return self._state, self._tensors

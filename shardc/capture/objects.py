@@ -6,12 +6,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
 
-from shardc.capture.containers import MAX_DEPTH, Named, Tree, flatten, rebuild, update
-from shardc.capture.signature import Constant, Leaf, TensorLeaf, attributes_of, leaf_of
+from shardc.capture.containers import MAX_DEPTH, Named, Tree, flatten, is_mutable_container, rebuild, update
+from shardc.capture.signature import BY_IDENTITY, Constant, Leaf, TensorLeaf, attributes_of, leaf_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,19 +101,23 @@ def _described(leaves: Sequence[Named]) -> dict[str, tuple[Any, Leaf]]:
 
 def objects_among(arguments: Sequence[Named]) -> dict[str, Any]:
     """The objects among named values, or in containers of them, by path."""
-    leaves, _ = flatten(dict(arguments), is_leaf=is_object)
+    leaves = (leaf for name, value in arguments for leaf in flatten(value, name, is_object)[0])
     return {name: value for name, value in leaves if is_object(value)}
 
 
 def is_object(value: Any) -> bool:
-    """Whether a value is a plain object with attributes: no tensor, container, function, type or module."""
-    if isinstance(value, (torch.Tensor, tuple, list, dict, Enum)) or callable(value):
+    """Whether a model may change a value: a list, a dict, or a plain object, but no tensor, function or module."""
+    if is_mutable_container(value):
+        return True
+    if isinstance(value, (torch.Tensor, tuple, dict, Enum, partial, *BY_IDENTITY, MethodType)):
         return False
-    return bool(attributes_of(value))
+    return hasattr(value, "__dict__") or bool(attributes_of(value))
 
 
 def leaves_inside(value: Any, path: str) -> tuple[list[Named], Tree]:
     """The leaves of an object by path, and its tree; of one without tensors too."""
+    if is_mutable_container(value):
+        return flatten(value, path)
     leaves, children = list[Named](), list[Tree]()
     attributes = attributes_of(value)
     for key, child in attributes.items():
@@ -154,10 +160,10 @@ def _remember(value: Any, before: dict[int, tuple[Any, Any]], depth: int) -> Non
 def _restore(value: Any, content: Any) -> None:
     if isinstance(value, list):
         value[:] = content
-    elif isinstance(value, dict):
+    elif is_mutable_container(value):
         value.clear()
         value.update(content)
-    elif not isinstance(value, tuple):
+    elif not isinstance(value, (tuple, dict)):
         for name in attributes_of(value).keys() - content.keys():
             object.__delattr__(value, name)
         for name, each in content.items():

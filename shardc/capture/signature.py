@@ -110,7 +110,7 @@ def signature_of(leaves: Sequence[tuple[str, Any]], tree: Hashable, train: bool,
 State = tuple[tuple[str, Hashable], ...]
 
 MAX_DEPTH, MAX_ENTRIES = 6, 256
-_BY_IDENTITY = (type, FunctionType, BuiltinFunctionType, ModuleType, nn.Module)
+BY_IDENTITY = (type, FunctionType, BuiltinFunctionType, ModuleType, nn.Module)
 
 
 class Identity:
@@ -175,7 +175,7 @@ def _contents(value: Any) -> Mapping[Hashable, Any] | None:
         return {"func": value.func, "args": value.args, "keywords": value.keywords}
     if isinstance(value, MethodType):
         return {"func": value.__func__, "self": value.__self__}
-    if isinstance(value, _BY_IDENTITY):
+    if isinstance(value, BY_IDENTITY):
         return None
     if attributes := getattr(value, "__dict__", None):
         return attributes

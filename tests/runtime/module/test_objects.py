@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import shardc
-from shardc import Mesh, P
+from shardc import Mesh, P, ShardingError
+from shardc.language.errors import CaptureError
 
 CUT = {"inner.weight": P("tp", None), "x": P("dp")}
 
@@ -128,3 +129,90 @@ def test_a_tensor_that_is_changed_in_a_pipeline_has_the_new_value(size: int) -> 
     x = torch.ones(4, 4)
     parallel(x).backward()
     assert torch.equal(x, torch.full((4, 4), 2.0))
+
+
+class Steps(nn.Module):
+    """Runs ``change`` on its further arguments, which gets the result of a layer."""
+
+    def __init__(self, change: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.change = nn.Linear(8, 8), change
+
+    def forward(self, x: Tensor, *states: Any) -> Tensor:
+        y = self.layer(x)
+        self.change(y, *states)
+        return y
+
+
+def steps(change: Any) -> tuple[Any, Any]:
+    alone = Steps(change)
+    return alone, shardc.parallelize(alone, Mesh(dp=2, tp=2), {"layer.weight": P("tp"), "x": P("dp")})
+
+
+def grow(y: Tensor, log: list[Tensor], table: dict[str, Any]) -> None:
+    log.append(y.detach())
+    table["sum"] = table.get("sum", 0) + y.detach()
+
+
+def test_lists_and_dicts_are_changed() -> None:
+    runs = []
+    for model in steps(grow):
+        log: list[Tensor] = []
+        table: dict[str, Any] = {}
+        for _ in range(2):
+            model(torch.ones(4, 8), log, table)
+        runs.append((log, table))
+    (log, table), (found, found_table) = runs
+    torch.testing.assert_close(found, log)
+    torch.testing.assert_close(found_table["sum"], table["sum"])
+
+
+class Empty:
+    """An object that has no attributes at first."""
+
+
+class Adds:
+    def __init__(self) -> None:
+        self.total = torch.zeros(4, 8)
+
+    def __call__(self, y: Tensor) -> None:
+        self.total = self.total + y.detach()
+
+
+def test_objects_without_attributes_and_those_that_are_called_are_changed() -> None:
+    def change(y: Tensor, empty: Any, adds: Any) -> None:
+        empty.latest = y.detach()
+        adds(y)
+
+    runs = []
+    for model in steps(change):
+        empty, adds = Empty(), Adds()
+        for i in range(2):
+            model(torch.ones(4, 8) * i, empty, adds)
+        runs.append((vars(empty)["latest"], adds.total))
+    torch.testing.assert_close(runs[1], runs[0])
+    assert type(runs[1][0]) is Tensor
+
+
+def test_one_tensor_or_object_in_two_places_is_refused_where_it_is_changed() -> None:
+    def change(y: Tensor, one: Tensor, other: Tensor) -> None:
+        one.add_(1)
+
+    _, parallel = steps(change)
+    whole = torch.zeros(4, 8)
+    parallel(torch.ones(4, 8), whole, torch.zeros(4, 8))
+    with pytest.raises(
+        ShardingError, match=r"input 'states.1': it is 'states.0', or shares its memory\n  the model changes"
+    ):
+        parallel(torch.ones(4, 8), whole, whole[:])
+    _, parallel = steps(lambda y, one, other: setattr(one, "latest", y.detach()))
+    history = Empty()
+    with pytest.raises(ShardingError, match=r"input 'states.1': it is 'states.0'"):
+        parallel(torch.ones(4, 8), history, history)
+
+
+def test_a_tensor_gets_no_value_that_has_a_gradient() -> None:
+    _, parallel = steps(lambda y, out: out.copy_(y))
+    with pytest.raises(CaptureError, match="input 'states.0'\n  the forward writes to it what has a gradient"):
+        parallel(torch.ones(4, 8), torch.zeros(4, 8))

@@ -8,6 +8,7 @@ import pickle
 from types import MethodType
 from typing import Any
 
+import pytest
 import torch
 from gloo_pool import GlooPool
 from parallel_models import MEGATRON, MLP
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import shardc
-from shardc import Mesh, P
+from shardc import Mesh, P, ShardingError
 
 
 class Encoded(nn.Module):
@@ -124,3 +125,95 @@ def test_a_class_of_its_own_is_kept() -> None:
     assert isinstance(parallel, Encoded)
     assert isinstance(parallel, type(shardc.parallelize(alone, Mesh(dp=2))).__mro__[1])
     assert type(parallel).__name__ == "Encoded"
+
+
+# Classes and hooks.
+
+
+def two_layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+def test_hooks_and_a_call_of_a_modules_own_run_once() -> None:
+    class Doubled(nn.Linear):
+        def __call__(self, x: Tensor) -> Tensor:
+            return super().__call__(x) * 2
+
+    class Shifted(nn.Sequential):
+        def __call__(self, x: Tensor) -> Tensor:
+            return super().__call__(x) + 1
+
+    torch.manual_seed(0)
+    model = Shifted(Doubled(8, 8), nn.utils.spectral_norm(nn.Linear(8, 8)), nn.Linear(8, 8))
+    model[2].register_forward_hook(lambda module, args, output: output + 5)
+    parallel = shardc.parallelize(model.eval(), Mesh(dp=2, tp=2), {"0.weight": P("tp")})
+    x = torch.randn(4, 8)
+    torch.testing.assert_close(parallel(x), model(x))
+    for one, other in zip(parallel, model, strict=True):
+        torch.testing.assert_close(one(x), other(x))
+
+
+def test_a_method_of_the_users_may_be_named_like_ours_and_classes_make_models() -> None:
+    class Own(nn.Sequential):
+        def _forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self._forward(x)
+
+    parallel = shardc.parallelize(Own(nn.Linear(8, 8)), Mesh(tp=2), {"0.weight": P("tp")})
+    x = torch.randn(4, 8)
+    torch.testing.assert_close(parallel._forward(x), parallel(x))
+    assert type(type(parallel)(nn.Linear(8, 8))) is Own
+    assert not hasattr(parallel[:1], "shardc")
+
+
+def test_a_registry_of_subclasses_does_not_hear_of_ours() -> None:
+    registry: dict[str, type] = {}
+
+    class Listed(nn.Module):
+        def __init_subclass__(cls, name: str) -> None:
+            registry[name] = cls
+
+    class Model(Listed, name="model"):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)
+
+    shardc.parallelize(Model(), Mesh(tp=2), {"layer.weight": P("tp")})
+    assert registry == {"model": Model}
+
+
+def test_hooks_and_a_forward_of_the_parallel_module_are_copied_and_taken_away() -> None:
+    parallel: Any = shardc.parallelize(two_layers(), Mesh(tp=2), {"0.weight": P("tp")})
+    x = torch.randn(4, 8)
+    plain = parallel(x)
+    parallel.register_forward_hook(lambda module, args, output: output * 2)
+    old = parallel.forward
+    parallel.forward = lambda x: old(x) + 1
+    torch.testing.assert_close(copy.deepcopy(parallel)(x), (plain + 1) * 2)
+    del parallel.forward
+    torch.testing.assert_close(parallel(x), plain * 2)
+
+
+def test_dropout_of_a_part_in_training_draws_anew_in_each_call() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5)))
+    parallel: Any = shardc.parallelize(model, Mesh(tp=2), {"0.0.weight": P("tp")})
+    parallel.eval()
+    parallel[0].train()
+    x = torch.randn(4, 8)
+    assert not torch.equal(parallel(x), parallel(x)) and not torch.equal(parallel[0](x), parallel[0](x))
+
+
+def test_a_parallel_module_is_no_part_of_another_one_and_has_no_shallow_copy() -> None:
+    parallel = shardc.parallelize(two_layers(), Mesh(tp=2), {"0.weight": P("tp")})
+    with pytest.raises(ShardingError, match="its module '0' is parallel already"):
+        shardc.parallelize(nn.Sequential(parallel), Mesh(tp=2))
+    with pytest.raises(ShardingError, match="it is parallel already"):
+        shardc.parallelize(parallel, Mesh(tp=2))
+    with pytest.raises(ShardingError, match=r"copy.copy: a parallel Sequential"):
+        copy.copy(parallel)
