@@ -331,7 +331,7 @@ def parallelize(
         options = Options(zero, precision, remat, bucket, pipeline, machine_of(links), optimizer)
         check_call(args, kwargs, True, differentiable, strict)
         compile_fn = partial(_compile_call, mesh=mesh, **asked)
-        values = None if weights is None else weights_of(model, weights)
+        values = None if weights is None else weights_of(model, weights, partial(_initial_values, model))
         module = parallel_module(
             model, mesh, compile_fn, runtime, compile, options, initial, has_call, check, meeting, values
         )
@@ -339,6 +339,17 @@ def parallelize(
     if has_call:
         module.shardc.compile_for(args, kwargs)
     return module
+
+
+def _initial_values(model: nn.Module, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """The values that a model on meta initialises some of its tensors with."""
+    from shardc.capture.initial_values import record_initializers
+    from shardc.passes.canonicalize.canonicalize import canonicalize
+    from shardc.passes.canonicalize.draw_random import name_draws
+    from shardc.runtime.initialize.initialize import values_of
+
+    initialized = record_initializers(model)
+    return values_of(canonicalize(name_draws(initialized.program)), initialized.constants, names)
 
 
 def init_parameters(

@@ -5,31 +5,30 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from shardc.capture.initial_values import record_initializers
 from shardc.capture.model import state_names
 from shardc.language.errors import CheckpointError, did_you_mean, error_text
-from shardc.passes.canonicalize.canonicalize import canonicalize
-from shardc.passes.canonicalize.draw_random import name_draws
 
-from ..initialize.initialize import values_of
 from .file import OpenFile, named_errors
 
 INDEX = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
 
 
-def weights_of(model: nn.Module, source: Any) -> dict[str, Tensor]:
+Initial = Callable[[Sequence[str]], Mapping[str, Tensor]]
+
+
+def weights_of(model: nn.Module, source: Any, initial: Initial) -> dict[str, Tensor]:
     """The values of a model's parameters and buffers, by name; those in files are read where they are copied.
 
     ``source``: a mapping of names to tensors, or a folder with safetensors files, whose names may lack or have the
-    prefix of the model's base, as transformers writes it. Buffers that it lacks are computed as the model initialises
-    them; a CheckpointError names a parameter that it lacks, or a tensor of another shape.
+    prefix of the model's base, as transformers writes it. ``initial`` computes the buffers on meta that it lacks, by
+    their names. A CheckpointError names a parameter that it lacks, or a tensor of another shape.
     """
     given = dict(source) if isinstance(source, Mapping) else dict(_tensors_in(Path(source)))
     parameters, buffers, aliases = state_names(model)
@@ -52,9 +51,7 @@ def weights_of(model: nn.Module, source: Any) -> dict[str, Tensor]:
     lacking = [name for name in buffers if name not in found]
     found |= {name: buffers[name] for name in lacking if not buffers[name].is_meta}
     if on_meta := [name for name in lacking if buffers[name].is_meta]:
-        initialized = record_initializers(model)
-        program = canonicalize(name_draws(initialized.program))
-        found |= values_of(program, initialized.constants, on_meta)
+        found |= initial(on_meta)
     return found
 
 
