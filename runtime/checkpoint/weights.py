@@ -18,8 +18,6 @@ from .file import OpenFile, named_errors
 
 INDEX = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
-
-
 Initial = Callable[[Sequence[str]], Mapping[str, Tensor]]
 
 

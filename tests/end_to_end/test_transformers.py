@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo_pool import GlooPool
+from hf_models import GATED, ROWS, SIZES
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import (
@@ -29,12 +30,7 @@ import shardc
 from shardc import Mesh, P, Zero
 from shardc.language.errors import CheckpointError
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}  # fmt: skip
-COLUMNS, ROWS = P("tp", None), P(None, "tp")
-PLAN = {"*.gate_proj.weight": COLUMNS, "*.up_proj.weight": COLUMNS, "*.down_proj.weight": ROWS, "input_ids": P("dp")}
+PLAN = {**GATED, "input_ids": P("dp")}
 
 
 def llama() -> PreTrainedModel:

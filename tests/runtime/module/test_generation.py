@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo_pool import GlooPool
+from hf_models import COLUMNS, GATED, ROWS, SIZES
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import (
@@ -31,12 +32,6 @@ from transformers import (
 import shardc
 from shardc import Mesh, P, ShardingError
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}  # fmt: skip
-COLUMNS, ROWS = P("tp", None), P(None, "tp")
-GATED = {"*.gate_proj.weight": COLUMNS, "*.up_proj.weight": COLUMNS, "*.down_proj.weight": ROWS}
 HEADS = {f"*.{name}_proj.weight": COLUMNS for name in "qkv"} | {"*.o_proj.weight": ROWS}
 
 
