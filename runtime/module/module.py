@@ -64,7 +64,7 @@ class ParallelModule(nn.Module):
         return module
 
     def _begin(self, runtime: ModuleRuntime) -> None:
-        if any(RUNTIME in vars(each) for each in (runtime.model, *type(runtime.model).__mro__)):
+        if hasattr(runtime.model, RUNTIME):
             what, problem = f"its attribute {RUNTIME!r}", "under that name the parallel module keeps what is its own"
             raise ShardingError(type(runtime.model).__name__, what, problem, "rename the attribute")
         object.__setattr__(self, "__dict__", runtime.model.__dict__)
