@@ -141,21 +141,24 @@ class Snapshots(Mapping[str, Program]):
     """The program after capture and after each pass, by name.
 
     Most are looked at rarely: one that was not kept is made again when it is asked for, by the passes after the nearest
-    one before it that was.
+    one before it that was, or by a function that is kept in its place.
     """
 
-    def __init__(self, kept: Mapping[str, Program]) -> None:
+    def __init__(self, kept: Mapping[str, Program | Callable[[], Program]]) -> None:
         self._programs = dict(kept)
 
     def __getitem__(self, name: str) -> Program:
         places = {each: i for i, each in enumerate(self)}
         until = places[name]
-        if name not in self._programs:
+        found = self._programs.get(name)
+        if callable(found):
+            found = self._programs[name] = found()
+        if found is None:
             start = max((each for each in self._programs if places[each] < until), key=places.__getitem__)
             last = places[start]
             after = PASSES[last - 1] if last else None
-            run_passes(self._programs[start], self._keep, after, PASSES[until - 1], PASSES)
-        return self._programs[name]
+            run_passes(self[start], self._keep, after, PASSES[until - 1], PASSES)
+        return self[name] if found is None else found
 
     def _keep(self, name: str, program: Program, seconds: float) -> None:
         self._programs.setdefault(name, program)

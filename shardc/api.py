@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from shardc import compiler
 from shardc.capture.annotations import Match, Spec, annotated_parameters, annotations_about, check_annotations
 from shardc.capture.call import input_values, rebuild_call, state_of
+from shardc.capture.values.region import Symbols
+from shardc.compile_region import CompiledRegion, compile_region
 from shardc.compiler import Request
 from shardc.language.errors import OptionError, ShardingError, did_you_mean, raise_all
 from shardc.language.machine import Links, machine_of
@@ -173,6 +175,14 @@ class Compiled(compiler.Compiled):
         args, kwargs = rebuild_call(self.convention.forward, args, kwargs, changed)
         result = self.convention.unflatten(outputs, args, kwargs)
         return result, dict(zip(gradient_names(program), gradients, strict=True))
+
+    def compile_region(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], fixed: tuple[Pin, ...], symbols: Symbols
+    ) -> CompiledRegion:
+        """The model compiled as this one was, for a region of sizes of the dims that have symbols."""
+        assert self.request is not None
+        request = replace(self.request, args=args, kwargs=kwargs, fixed=fixed)
+        return compile_region(self.model, request, symbols, type(self))
 
     def inputs(
         self,

@@ -14,9 +14,10 @@ from shardc.capture.call import CallingConvention
 from shardc.capture.capture import Captured, capture, is_same_capture
 from shardc.capture.containers import flatten, rebuild
 from shardc.capture.microbatches import check_loss, empty_microbatches, with_microbatches
+from shardc.capture.values.region import Symbols
 from shardc.costs.stage_schedule import schedule_of
 from shardc.costs.step_time import slow_link_note
-from shardc.language.errors import CaptureError, OptionError, did_you_mean, raise_all
+from shardc.language.errors import CaptureError, OptionError, ShardingError, did_you_mean, raise_all
 from shardc.language.mesh import Mesh
 from shardc.language.rule import OpRule
 from shardc.ops import op_rule
@@ -66,7 +67,8 @@ class Compiled:
 
     ``program``: the last one, in the shapes of one rank. ``after``: the program after capture and after each pass, by
     name. ``seconds``: how long each of them took. ``request``: what was asked, with example inputs on meta.
-    ``captured``: the model as it was captured, which no pass touches but to bind rules. ``rules``: the entries that the
+    ``captured``: the model as it was captured, which no pass touches but to bind rules; None where the program was made
+    of one for other sizes. ``rules``: the entries that the
     table had for its ops, None for one without a rule.
     """
 
@@ -115,40 +117,73 @@ def compile_request(model: nn.Module, request: Request, known: Compiled | None =
 
     Raises a ShardingError for what the user did wrong, a CaptureError for a model that cannot be captured.
     """
-    kept, seconds = dict[str, Program](), dict[str, float]()
-    keep = (*KEPT, SETTLED) if request.strict else KEPT
-    names = {each.__name__ for each in keep}
-
-    def watch(name: str, program: Program, took: float) -> None:
-        seconds[name] = took
-        if name in names:
-            kept[name] = program
-        if name == PROPAGATED.__name__:
-            unused.extend(map(idle_error, idle_annotations(kept[UNANNOTATED.__name__], program)))
-
-    start = time.perf_counter()
+    making = Making(model, request)
     matched = match_annotations(model, request)
     captured = capture_model(model, request, matched) if known is None else keep_capture(known, model, request, matched)
-    pins = resolve_pins(captured.program, request, matched)
-    unused = list(unused_annotations(captured.program, matched, pins))
-    if request.strict:
-        raise_all(unused)
-    kept[CAPTURE] = first = first_program(captured.program, request, pins)
+    first = making.begin(captured, matched)
     resumed = None if known is None or captured is not known.captured else _unannotated_again(known, first)
-    seconds[CAPTURE] = time.perf_counter() - start
-    if resumed is not None:
-        seconds |= {each.__name__: 0.0 for each in PASSES[: PASSES.index(UNANNOTATED) + 1]}
-        kept[UNANNOTATED.__name__] = resumed
-    local = run_passes(resumed or first, watch, None if resumed is None else UNANNOTATED, keep=keep)
-    rules = _entries(captured.program, kept[UNANNOTATED.__name__])
+    local = making.run(first) if resumed is None else making.run(resumed, after=UNANNOTATED)
+    rules = _entries(captured.program, making.kept[UNANNOTATED.__name__])
     if request.options.pipeline:
         schedule_of(local)  # raises for an op that needs the whole batch, and for a schedule that cannot run
-    whole = kept[WHOLE.__name__]
-    notes = (*filter(None, [slow_link_note(whole)]), *idle_axis_notes(whole), *map(note_of, unused))
-    for name in (WHOLE.__name__, LOCAL.__name__):  # those that people look at
-        kept[name] = replace(kept[name], notes=(*kept[name].notes, *notes))
-    request, after = replace(request, **_on_meta(request)), Snapshots(kept)
-    return Compiled(model, after[LOCAL.__name__], captured.convention, after, seconds, request, captured, rules)
+    return making.end(captured.convention, captured, rules)
+
+
+@dataclass(slots=True)
+class Making:
+    """A model on its way through the compiler.
+
+    State: ``kept``, the programs that later passes do not change, by the name of the pass before them, and functions
+    that make earlier ones; ``seconds`` of each pass; ``unused``, an error for each annotation without effect.
+    """
+
+    model: nn.Module
+    request: Request
+    kept: dict[str, Any] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    unused: list[ShardingError] = field(default_factory=list)
+    start: float = field(default_factory=time.perf_counter)
+
+    def begin(self, captured: Captured, matched: Matched) -> Program:
+        """The program that the first pass takes."""
+        pins = resolve_pins(captured.program, self.request, matched)
+        self.unused += unused_annotations(captured.program, matched, pins)
+        if self.request.strict:
+            raise_all(self.unused)
+        self.kept[CAPTURE] = first_program(captured.program, self.request, pins)
+        self.seconds[CAPTURE] = time.perf_counter() - self.start
+        return self.kept[CAPTURE]
+
+    def run(self, program: Program, after: Pass | None = None, until: Pass = LOCAL) -> Program:
+        """Run all passes, or those after one, up to and including another."""
+        if after is not None:
+            self.seconds = {each.__name__: 0.0 for each in PASSES[: PASSES.index(after) + 1]} | self.seconds
+            self.kept[after.__name__] = program
+        keep = (*KEPT, SETTLED) if self.request.strict else KEPT
+        names = {each.__name__ for each in keep}
+
+        def watch(name: str, program: Program, took: float) -> None:
+            self.seconds[name] = took
+            if name in names:
+                self.kept[name] = program
+            if name == PROPAGATED.__name__:
+                unannotated = self.kept[UNANNOTATED.__name__]
+                self.unused += map(idle_error, idle_annotations(unannotated, program))
+
+        return run_passes(program, watch, after, until, keep=keep)
+
+    def end(
+        self, convention: CallingConvention, captured: Captured | None, rules: Mapping[Any, OpRule | None]
+    ) -> Compiled:
+        """The compiled model, once all passes have run."""
+        kept, whole = self.kept, self.kept[WHOLE.__name__]
+        notes = (*filter(None, [slow_link_note(whole)]), *idle_axis_notes(whole), *map(note_of, self.unused))
+        for name in (WHOLE.__name__, LOCAL.__name__):  # those that people look at
+            kept[name] = replace(kept[name], notes=(*kept[name].notes, *notes))
+        request = replace(self.request, **_on_meta(self.request))
+        return Compiled(
+            self.model, kept[LOCAL.__name__], convention, Snapshots(kept), self.seconds, request, captured, rules
+        )
 
 
 def _unannotated_again(known: Compiled, first: Program) -> Program | None:
@@ -174,9 +209,12 @@ def match_annotations(model: nn.Module, request: Request) -> Matched:
     return match(request.annotations, model, request.args, request.kwargs, mesh)
 
 
-def capture_model(model: nn.Module, request: Request, matched: Matched) -> Captured:
-    """The joint graph of the model, with annotations of module outputs in it. Raises a CaptureError."""
-    return capture(model, request.args, request.kwargs, **_about_capture(request, matched))
+def capture_model(model: nn.Module, request: Request, matched: Matched, symbols: Symbols | None = None) -> Captured:
+    """The joint graph of the model, with annotations of module outputs in it. Raises a CaptureError.
+
+    ``symbols``: for dims of inputs that may have other sizes.
+    """
+    return capture(model, request.args, request.kwargs, **_about_capture(request, matched), symbols=symbols)
 
 
 def keep_capture(known: Compiled, model: nn.Module, request: Request, matched: Matched) -> Captured:
@@ -186,7 +224,8 @@ def keep_capture(known: Compiled, model: nn.Module, request: Request, matched: M
     values of inputs, which the request of a compiled model has not.
     """
     captured = known.captured
-    assert captured is not None, "compiled by hand"
+    if captured is None:
+        return capture_model(model, request, matched)
     if is_same_capture(captured, model, request.args, request.kwargs, **_about_capture(request, matched)):
         has_same_rules = all(op_rule(target) is entry for target, entry in known.rules.items())
         return captured if has_same_rules else replace(captured, program=captured.program.unbound())

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc.language.size import slice_bounds
 from shardc.program.node import arguments, operand
 from shardc.program.program import Program
 
@@ -49,7 +50,7 @@ class _Piece:
             at = int(str(node.args[1]))
             return _Piece(source, dim, ends[at], ends[at + 1])
         if maker.target is aten.slice.Tensor:
-            start, end, step = slice(given["start"], given["end"], given["step"]).indices(shape[dim])
+            start, end, step = slice_bounds(given["start"], given["end"], given["step"], shape[dim])
             return _Piece(source, dim, start, end) if step == 1 else None
         at = int(str(node.args[1] if maker is not node else given["index"])) % shape[dim]
         return _Piece(source, dim, at, at + 1, drops_dim=True)

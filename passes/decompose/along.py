@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from shardc.language.sharding import TensorType
+from shardc.language.size import plain
 from shardc.language.windows import Windows, overlap_add, rows_sent, windows
 from shardc.program.node import operands
 
@@ -129,7 +130,8 @@ class Windowed:
     def moved(self, along: Along) -> int | None:
         """Bytes that all ranks together send of the windowed tensors' edges; None where it cannot be taken apart."""
         reach = self.reach(along)
-        rows = [sum(rows_sent(window.values)[0]) * (type_.nbytes // max(1, window.length)) for window, type_ in reach]
+        pairs = [(tuple(map(plain, window.values)), type_.nbytes) for window, type_ in reach]
+        rows = [sum(rows_sent(values)[0]) * (nbytes // max(1, Windows(*values).length)) for values, nbytes in pairs]
         return sum(rows) if reach else None
 
 

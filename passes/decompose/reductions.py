@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc.language.size import plain
 from shardc.program.node import arguments
 from shardc.program.program import Program
 
@@ -139,7 +140,7 @@ REDUCTIONS = {op: Decomposition(form, _moved) for op, form in FORMS.items()}
 def _softmax_moved(count: int, program: Program, node: fx.Node, factors: Collection[str]) -> int:
     """``count`` all_reduces of one number a row of the softmax's dim."""
     type_ = program.type(node)
-    return 2 * count * type_.nbytes // max(1, type_.shape[arguments(node)["dim"]])
+    return 2 * count * type_.nbytes // max(1, plain(type_.shape[arguments(node)["dim"]]))
 
 
 def _exponentials(emit: Emitter) -> tuple[fx.Node, fx.Node, fx.Node]:

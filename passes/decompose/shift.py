@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.language.sharding import TensorType
+from shardc.language.sharding import TensorType, ceil_div
+from shardc.language.size import slice_bounds
 from shardc.language.windows import AROUND, EDGE, FILLED, MIRRORED, Windows
 
 from .along import Along, Windowed, windowed
@@ -27,8 +28,8 @@ BLOCKS = "blk"
 def _slice_window(along: Along) -> Windows:
     given = along.given
     size = given["input_sizes"][along.dim] if "input_sizes" in given else along.size(given["self"])
-    start, end, step = slice(given["start"], given["end"], given["step"]).indices(size)
-    return Windows(along.count, size, len(range(start, end, step)), start, step)
+    start, end, step = slice_bounds(given["start"], given["end"], given["step"], size)
+    return Windows(along.count, size, max(0, ceil_div(end - start, step)), start, step)
 
 
 def _slice(along: Along, window: Windows) -> fx.Node:
@@ -49,7 +50,7 @@ def _slice_backward(along: Along, window: Windows) -> fx.Node:
 
 def _slice_scatter_window(along: Along) -> Windows | None:
     given, size = along.given, along.size(along.given["self"])
-    start, end, step = slice(given["start"], given["end"], given["step"]).indices(size)
+    start, end, step = slice_bounds(given["start"], given["end"], given["step"], size)
     return Windows(along.count, end - start, size, -start) if step == 1 else None
 
 

@@ -30,6 +30,7 @@ from shardc.language.mesh import MICROBATCH, Axes, Mesh
 from shardc.language.partition import P
 from shardc.language.rule import Dims, Rule
 from shardc.language.sharding import WHOLE, DimSharding, Sharding, num_shards
+from shardc.language.size import plain
 from shardc.ops.contraction import dot
 from shardc.program.node import arguments, is_annotation, is_getitem
 from shardc.program.program import Pin, Program, Value, ends_of
@@ -132,7 +133,8 @@ class _Tensor:
     def set_cut(self, dim: int, cut: DimSharding) -> None:
         """Cut a dim."""
         self.dims[dim] = cut
-        self.local_numel = math.prod(cut.local_size(size) for cut, size in zip(self.dims, self.shape, strict=True))
+        sizes = (cut.local_size(size) for cut, size in zip(self.dims, self.shape, strict=True))
+        self.local_numel = plain(math.prod(sizes))
 
     def free_part(self, cut: DimSharding, before: DimSharding) -> DimSharding:
         """The leading axes of a cut that are in ``before`` already, or that cut nothing of the value yet."""
@@ -156,7 +158,7 @@ def _tensors(program: Program) -> dict[Value, _Tensor]:
     """One for each value of the program, uncut."""
     meshes = {node: program.mesh for (kind, _), node in program.named_inputs.items() if kind in PARAMETER_KINDS}
     return {
-        (node, i): _Tensor((node, i), type_.shape, meshes.get(node), [WHOLE] * len(type_.shape), type_.numel)
+        (node, i): _Tensor((node, i), type_.shape, meshes.get(node), [WHOLE] * len(type_.shape), plain(type_.numel))
         for node in program.graph.nodes
         if node.op != "output" and not is_getitem(node)
         for i, type_ in enumerate(program.types(node))

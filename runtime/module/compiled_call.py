@@ -53,6 +53,7 @@ class CompiledCall:
     """A program that runs for every call of one signature. ``gather`` gathers parameters that are stored cut.
 
     ``gate``: of the module, which all ranks pass before collectives; ``text``: what they compare of the program.
+    ``is_of_region``: whether the program is one for a region of sizes, at the call's.
 
     Inputs and outputs of the program are known by index. ``_saved_inputs`` and ``_saved_outputs``: those whose memory
     backward reads; ``_copied_inputs``: those among them that forward writes. ``_own_gradients``: gradients that
@@ -61,7 +62,8 @@ class CompiledCall:
 
     def __init__(self, compilation: Compilation, conversion: Conversion, runner: Runner,
                  gathered: GatheredParameters | None, accumulation: Accumulation,
-                 gate: Gate | None, text: ProgramText) -> None:  # fmt: skip
+                 gate: Gate | None, text: ProgramText, is_of_region: bool = False) -> None:  # fmt: skip
+        self.is_of_region = is_of_region
         self.compilation, self.conversion, self.runner = compilation, conversion, runner
         self.gate, self.text = gate, text
         self.accumulation, self.program = accumulation, compilation.program

@@ -34,13 +34,15 @@ from ..comm.failure import telling_others, waiting
 from ..execute.executor import Executor, Runner
 from ..tensor.reduction import complete_norms
 from .accumulation import Accumulation, reduce_now
+from .call_sizes import CallSizes
 from .compiled_call import Compilation, CompiledCall
 from .conversion import Arrival, Conversion, DistributedConversion
 from .optimizer import note_copied
 from .request import CallRequest, Key
 from .submodule import own_forwards, stand_for_forwards
 
-MAX_PROGRAMS = 16
+MAX_PROGRAMS = 16  # compiled for one signature each
+MAX_OF_REGIONS = 64  # made of programs for regions of sizes, each in a small part of the time
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of a parameter, by id
 
 
@@ -74,6 +76,7 @@ class ModuleRuntime:
         self._computed_shardings: dict[tuple[str, str], Sharding] = {}  # of parameters that are stored in another one
         self.variants: OrderedDict[tuple[Signature, *Key], Variants] = OrderedDict()
         self._latest: Variants | None = None
+        self._sizes: OrderedDict[Key, CallSizes] = OrderedDict()  # by what a signature has besides sizes
         self.mesh = conversion.comm.mesh  # as the user has it, with the axis of stages
         self._latest_states: dict[str, LatestState] = {}  # by the path of a module that is called, "" for the model
         self._is_compiled = self._returns_whole = self.is_capturing = False
@@ -196,8 +199,7 @@ class ModuleRuntime:
         call = self._agreed(request, None if variants is None else variants.latest)
         if variants is None:
             variants = self.variants[request.key] = Variants(call, request.digest)
-            if len(self.variants) > MAX_PROGRAMS:
-                self._forget_oldest()
+            self._forget_oldest()
         variants.calls[0] = call
         self.variants.move_to_end(request.key)
         self._latest = variants
@@ -247,11 +249,13 @@ class ModuleRuntime:
         with torch.inference_mode(False), torch.set_grad_enabled(has_grad):
             with self._telling():
                 fixed, train = self._fixed(request), request.key[0].train
+                compile_call = partial(
+                    self.compile_fn, request.model, args=request.args, kwargs=request.kwargs, train=train, fixed=fixed,
+                    is_whole_model=request.model is self.model,
+                )  # fmt: skip
+                sizes = self._sizes_of_calls_like(request)
                 with own_forwards(self.model), override_attribute(self, "is_capturing", True):
-                    compilation = self.compile_fn(
-                        request.model, args=request.args, kwargs=request.kwargs, train=train, fixed=fixed,
-                        is_whole_model=request.model is self.model,
-                    )  # fmt: skip
+                    compilation, is_of_region = sizes.compilation(request, fixed, compile_call)
                 program = compilation.program
                 text = ProgramText(program, compilation.convention.constants)
                 runner = self._make_runner(program, self.conversion.comm)
@@ -265,8 +269,18 @@ class ModuleRuntime:
                 self._set_gradient_dtypes(program)
                 self._warn_of_idle_axes(program)
                 return CompiledCall(
-                    compilation, self.conversion, runner, self._gathered, self._accumulation, self.gate, text
-                )
+                    compilation, self.conversion, runner, self._gathered, self._accumulation, self.gate, text,
+                    is_of_region,
+                )  # fmt: skip
+
+    def _sizes_of_calls_like(self, request: CallRequest) -> CallSizes:
+        """What was compiled of calls that differ from one in sizes alone."""
+        key = request.key[0].without_sizes(), *request.key[1:]
+        found = self._sizes.setdefault(key, CallSizes())
+        self._sizes.move_to_end(key)
+        if len(self._sizes) > MAX_PROGRAMS:
+            self._sizes.popitem(last=False)
+        return found
 
     def _warn_of_idle_axes(self, program: Program) -> None:
         """Say of each axis of the mesh that it cuts no work, for the first program, on the first rank."""
@@ -277,14 +291,21 @@ class ModuleRuntime:
             warnings.warn(error_text(f"a {type(self.model).__name__}", f"{self.mesh}", what, remedy), stacklevel=9)
 
     def _forget_oldest(self) -> None:
-        signatures = [signature for signature, *_ in self.variants]
+        """Forget the program that was used the longest ago, of a kind of which there are too many."""
+        for is_of_region, limit in ((True, MAX_OF_REGIONS), (False, MAX_PROGRAMS)):
+            keys = [key for key, each in self.variants.items() if each.latest.is_of_region == is_of_region]
+            if len(keys) > limit:
+                if not is_of_region:
+                    self._warn_of_many([signature for signature, *_ in keys])
+                del self.variants[keys[0]]
+
+    def _warn_of_many(self, signatures: Sequence[Signature]) -> None:
         *_, one, other = signatures
         differences = changing_sizes(signatures) or ["the last two differ in " + ", ".join(one.differences(other)[:4])]
         what = f"it was compiled for more than {MAX_PROGRAMS} signatures: {', '.join(differences[:4])}"
         problem = "the oldest is forgotten, and compiled again when it comes back"
         remedy = "give it inputs of fewer shapes, or pad them"
-        warnings.warn(error_text(f"a {type(self.model).__name__}", what, problem, remedy), stacklevel=5)
-        self.variants.popitem(last=False)
+        warnings.warn(error_text(f"a {type(self.model).__name__}", what, problem, remedy), stacklevel=6)
 
     def _fixed(self, request: CallRequest) -> tuple[Pin, ...]:
         """The shardings that earlier calls gave to parameters and buffers, and those of DTensors in the arguments."""

@@ -6,6 +6,7 @@ import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import filterfalse
 from typing import Any
 
 import torch
@@ -13,14 +14,16 @@ from torch import fx
 
 from shardc.language.errors import CaptureError
 from shardc.language.sharding import TensorType, dtype_name
+from shardc.language.size import number_of
 from shardc.program.inference import Types, types_of
-from shardc.program.node import ancestors, is_getitem, last_node, op_name, reached
+from shardc.program.node import ancestors, is_getitem, is_size, last_node, op_name, reached
 from shardc.program.opaque import Opaque
 from shardc.program.program import Input, Output, Program
 from shardc.program.provenance import Source
 
 aten = torch.ops.aten
 _IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift_fresh_copy.default}
+_SLICES = {aten.slice.Tensor, aten.slice_backward.default}
 _Parts = tuple[Any, tuple[Any, ...], dict[str, Any]]  # target, args, kwargs of a node
 _VIEWS = {aten.view.default, aten._unsafe_view.default}  # in strides that another kernel may not make
 _SIZED = {aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default}
@@ -89,7 +92,7 @@ class _Assembly:
         """Build the program, once."""
         outputs, results = self._outputs()
         ends = (node for node in results if node is not None)
-        live = reached(ends, lambda node: map(_without_identities, node.all_input_nodes))
+        live = reached(ends, lambda node: map(_without_identities, filterfalse(is_size, node.all_input_nodes)))
         self._place_inputs(live)
         for node in self.traced.graph.nodes:
             if node in live and node not in self.mapping:
@@ -173,7 +176,12 @@ class _Assembly:
         if not isinstance(target, torch._ops.OpOverload):
             raise CaptureError(self._where(node), f"{target} has a graph as an argument", "call it outside the model")
         takes_dtype = any(argument.name == "dtype" for argument in target._schema.arguments)
-        if not node.all_input_nodes and takes_dtype and isinstance(type_, TensorType) and not kwargs.get("dtype"):
+        if (
+            all(map(is_size, node.all_input_nodes))
+            and takes_dtype
+            and isinstance(type_, TensorType)
+            and not kwargs.get("dtype")
+        ):
             kwargs["dtype"] = type_.dtype  # so that no global default decides it later
         if target in _SIZED and isinstance(type_, TensorType):
             args = (args[0], type_.shape, *args[2:])  # no -1
@@ -181,7 +189,7 @@ class _Assembly:
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, fx.Node):
-            return self.mapping[_without_identities(value)]
+            return number_of(value.meta["val"]) if is_size(value) else self.mapping[_without_identities(value)]
         return tuple(map(self._argument, value)) if isinstance(value, (list, tuple)) else value
 
     def _source(self, node: fx.Node) -> Source:
@@ -193,9 +201,14 @@ class _Assembly:
 
 
 def _without_identities(node: fx.Node) -> fx.Node:
-    while node.op == "call_function" and node.target in _IDENTITIES:
+    while node.op == "call_function" and (node.target in _IDENTITIES or _takes_all(node)):
         node = node.all_input_nodes[0]
     return node
+
+
+def _takes_all(node: fx.Node) -> bool:
+    """Whether a node is a slice of a whole dim: torch leaves it away where the size is a number."""
+    return node.target in _SLICES and types_of(node.meta["val"]) == types_of(node.all_input_nodes[0].meta["val"])
 
 
 def _check_may_change(entry: Input, after: Types) -> None:

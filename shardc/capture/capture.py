@@ -74,9 +74,11 @@ from shardc.capture.values.refusals import (
     python_effects,
     user_location,
 )
+from shardc.capture.values.region import Region, Symbols
 from shardc.capture.values.unknown import UnknownNumber, UnknownValueError
 from shardc.language.errors import CaptureError, ShardingError, note_place_in_model
 from shardc.language.sharding import TensorType
+from shardc.language.size import symbolic_of
 from shardc.options import Precision
 from shardc.program.node import last_node, nodes_after
 from shardc.program.opaque import Opaque, hold_opaques
@@ -89,7 +91,8 @@ class Captured:
     """A captured program and how it is called.
 
     ``aliases``: for every further name of a tied parameter or buffer its first, which is the one in the program.
-    ``modules``, ``differentiable``, ``precision``: those that it was captured with.
+    ``modules``, ``differentiable``, ``precision``: those that it was captured with. ``region``: the sizes at which it
+    holds, if some of its dims may have others.
     """
 
     program: Program
@@ -98,6 +101,7 @@ class Captured:
     modules: Mapping[str, Match]
     differentiable: tuple[str, ...]
     precision: Precision | None
+    region: Region | None = None
 
     @property
     def has_guards(self) -> bool:
@@ -114,14 +118,17 @@ def capture(
     modules: Mapping[str, Match] | None = None,
     differentiable: tuple[str, ...] = (),
     precision: Precision | None = None,
+    symbols: Symbols | None = None,
 ) -> Captured:
     """Capture ``model(*args, **kwargs)``: only shapes and dtypes of tensors are read, parameters may be on meta.
 
     ``train`` adds the backward; it starts from the field ``loss`` of the output, else from its 0-dim tensors, else
     from all of them; further outputs by name in ``differentiable``. ``modules``: annotations of modules' outputs, by
-    path. Raises a CaptureError that names the user's line where the model has no graph.
+    path. ``symbols``: dims that may have other sizes. Raises a CaptureError that names the user's line where the model
+    has no graph.
     """
-    joint = _Joint(model, args, kwargs, train, modules or {}, differentiable, precision)
+    region = Region(symbols) if symbols else None
+    joint = _Joint(model, args, kwargs, train, modules or {}, differentiable, precision, region)
     try:
         traced = joint.trace()
     except (CaptureError, ShardingError):
@@ -174,6 +181,7 @@ class _Joint:
     modules: Mapping[str, Match]
     differentiable: tuple[str, ...]
     precision: Precision | None
+    region: Region | None
     outputs: OutputLeaves = field(init=False)
     output_tree: Tree = field(init=False)
     objects: tuple[ObjectAfter, ...] = field(init=False)
@@ -191,7 +199,7 @@ class _Joint:
         passed = {name: value for name, value in leaves if isinstance(value, torch.Tensor)}
         by_kind: Any = {"parameter": parameters, "buffer": buffers, "input": passed}
         inputs = [
-            Input(name, kind, TensorType.of(tensor), tensor.requires_grad)
+            Input(name, kind, self._type(kind, name, tensor), tensor.requires_grad)
             for kind, tensors in by_kind.items()
             for name, tensor in tensors.items()
         ]
@@ -221,7 +229,9 @@ class _Joint:
         raise latest
 
     def _trace(self) -> fx.GraphModule:
-        fake_mode = FakeTensorMode(allow_non_fake_inputs=True)  # it imports torch._dynamo, which no patch may disturb
+        shapes = None if self.region is None else self.region.shapes
+        # it imports torch._dynamo, which no patch may disturb
+        fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
         fake_log = logging.getLogger("torch._subclasses.fake_tensor")
         with (
             borrow(self.model, self.train),
@@ -244,13 +254,23 @@ class _Joint:
             enable_python_dispatcher(),
         ):
             fakes = [
-                torch.empty(put.type.shape, dtype=put.type.dtype, device=self.device, requires_grad=put.requires_grad)
+                torch.empty(
+                    [*map(symbolic_of, put.type.shape)],
+                    dtype=put.type.dtype,
+                    device=self.device,
+                    requires_grad=put.requires_grad,
+                )
                 for put in self.inputs
             ]
             traced = make_fx(dispatch_functionalize(self.run, FunctionalTensorMode()), decompositions())(*fakes)
             hold_opaques(traced)
             self.masks.check(traced.graph)
             return traced
+
+    def _type(self, kind: str, name: str, tensor: torch.Tensor) -> TensorType:
+        """The type of an input, with symbols for the dims that may have other sizes."""
+        type_ = TensorType.of(tensor)
+        return self.region.type(name, type_) if self.region is not None and kind == "input" else type_
 
     def run(self, *tensors: torch.Tensor) -> list[torch.Tensor | None]:
         """The traced function; what it returns is said in ``TraceSignature``."""
@@ -262,7 +282,8 @@ class _Joint:
         replace_tensors(self.model, _of_kinds(used, "parameter", "buffer"), self.aliases)
         args, kwargs = rebuild_call(self.model.forward, self.args, self.kwargs, _of_kinds(used, "input"))
         objects = CallObjects(named_arguments(self.model.forward, args, kwargs))
-        self.tracker = SourceTracker(self.model, self.modules, self.refusals, self.guards if self.has_guards else None)
+        guards = self.guards if self.has_guards else None
+        self.tracker = SourceTracker(self.model, self.modules, self.refusals, guards, self.region)
         self.guards.begin(self.values)
         with self.tracker, torch.set_grad_enabled(self.train):
             self.outputs, results, self.output_tree = output_leaves(self.model(*args, **kwargs), objects)
@@ -318,7 +339,9 @@ class _Joint:
         masked = (f"{each} selects by a mask: all rows are computed, those of it count" for each in self.masks.places)
         program = replace(program, notes=(*program.notes, *skipped, *masked))
         convention = replace(convention, constants=constants)
-        return Captured(program, convention, self.aliases, self.modules, self.differentiable, self.precision)
+        return Captured(
+            program, convention, self.aliases, self.modules, self.differentiable, self.precision, self.region
+        )
 
 
 def _of_kinds(named: Mapping[tuple[str, str], torch.Tensor], *kinds: str) -> dict[str, torch.Tensor]:
@@ -338,10 +361,11 @@ class SourceTracker(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(
-        self, model: nn.Module, annotations: Mapping[str, Match], refusals: Refusals, guards: Guards | None
-    ) -> None:
+        self, model: nn.Module, annotations: Mapping[str, Match], refusals: Refusals, guards: Guards | None,
+        region: Region | None,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.refusals, self.guards = refusals, guards
+        self.refusals, self.guards, self.region = refusals, guards, region
         self.modules: list[str] = []
         self.phase: Phase = "forward"
         self.sources: dict[fx.Node, Source] = {}
@@ -380,6 +404,8 @@ class SourceTracker(TorchDispatchMode):
             with _disable_current_modes():
                 number = known_number(last_node(tracer.graph), tracer.root)
             if number is not None:
+                if self.region is not None:
+                    self.region.numbers.append((last_node(tracer.graph), tracer.root, number))
                 return number
         is_user_read = self.refusals.is_user_read
         if is_user_read is None:

@@ -6,7 +6,7 @@ import sys
 from array import array
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from shardc.language.sharding import TensorType
+from shardc.language.size import number_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,16 @@ class Signature:
     state: State = field(hash=False)
     default_dtype: torch.dtype = torch.float32
     autocast: tuple[tuple[str, torch.dtype], ...] = ()
+
+    def without_sizes(self) -> Signature:
+        """This signature with -1 for every size of a tensor."""
+
+        def without(leaf: Leaf) -> Leaf:
+            if not isinstance(leaf, TensorLeaf):
+                return leaf
+            return replace(leaf, type=TensorType((-1,) * len(leaf.type.shape), leaf.type.dtype))
+
+        return replace(self, leaves=tuple((name, without(leaf)) for name, leaf in self.leaves))
 
     def differences(self, other: Signature) -> list[str]:
         """The differences between two signatures of a model, in words."""
@@ -56,6 +67,21 @@ def changing_sizes(signatures: Sequence[Signature]) -> list[str]:
             if count > len(signatures) / 2:
                 texts.append(f"dim {dim} of {name!r} had {count} sizes")
     return texts
+
+
+def symbols_of(signatures: Sequence[Signature]) -> dict[tuple[str, int], str]:
+    """A symbol for each dim of an input whose size is not one in all signatures, by the input's name.
+
+    Dims that have had the same sizes have one symbol. Sizes of 0 and 1 in the last signature have none.
+    """
+    types = [{name: leaf.type for name, leaf in each.leaves if isinstance(leaf, TensorLeaf)} for each in signatures]
+    symbols, names = dict[tuple[str, int], str](), dict[tuple[int, ...], str]()
+    for name, last in types[-1].items():
+        for dim, size in enumerate(last.shape):
+            sizes = tuple(each[name].shape[dim] for each in types)
+            if len(set(sizes)) > 1 and size > 1:
+                symbols[name, dim] = names.setdefault(sizes, f"s{len(names)}")
+    return symbols
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +123,7 @@ def leaf_of(value: Any) -> Leaf:
     """The description of a leaf."""
     if isinstance(value, torch.Tensor):
         return TensorLeaf(TensorType.of(value), value.requires_grad)
-    return Constant(value)
+    return Constant(number_of(value))
 
 
 def signature_of(leaves: Sequence[tuple[str, Any]], tree: Hashable, train: bool, state: State) -> Signature:

@@ -220,7 +220,7 @@ def pointwise_rule(call: OpCall, linear: str | Groups = "") -> Rule:
         return tuple((names[lead + i],) if size == shape[lead + i] else () for i, size in enumerate(tensor.shape))
 
     operands, results = tuple(map(dims, call.operands)), tuple(map(dims, call.results))
-    large = {i for i, operand in enumerate(call.operands) if operand is not None and operand.shape == shape}
+    large = {i for i, each in enumerate(call.operands) if each is not None and each.has_shape_of(call.result)}
     groups = tuple(group for group in _present_groups(linear, call) if group & large)
     return Rule(operands, results, dict(zip(names, shape, strict=True)), linear=groups)
 

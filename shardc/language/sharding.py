@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from shardc.language.errors import ShardingError
 from shardc.language.mesh import Axes, AxisPart, Mesh
+from shardc.language.size import number_of, plain
 
 if TYPE_CHECKING:
     import torch
@@ -249,10 +250,17 @@ class TensorType:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TensorType) and self.dtype == other.dtype and self.has_shape_of(other)
+
+    def has_shape_of(self, other: TensorType) -> bool:
+        """Whether two shapes are equal; a Size is not compared with one of another dim, which would guard it."""
+        return len(self.shape) == len(other.shape) and self.shape == other.shape
+
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorType:
         """The type of a tensor."""
-        return TensorType(tuple(tensor.shape), tensor.dtype)
+        return TensorType(tuple(map(number_of, tensor.shape)), tensor.dtype)
 
     @property
     def short_dtype(self) -> str:
@@ -271,7 +279,7 @@ class TensorType:
     @property
     def nbytes(self) -> int:
         """Bytes of the whole value."""
-        return self.numel * self.dtype.itemsize
+        return plain(self.numel) * self.dtype.itemsize
 
     def __str__(self) -> str:
         return f"{self.short_dtype}[{', '.join(map(str, self.shape))}]"

@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from shardc.language.rule import Bind, Groups, OpCall, Rule, make_rule, rule
 from shardc.language.sharding import TensorType
+from shardc.language.size import slice_bounds
 from shardc.ops.reduction import argument, spec_with
 from shardc.ops.view import dim_names
 
@@ -35,9 +36,9 @@ def _piece_rule(spec: str, call: OpCall, linear: str | Groups) -> Rule:
 def _bounds(shape: Sequence[int], args: Sequence[Any]) -> tuple[int, int, int, int]:
     """``dim, start, end, step`` of a slice's arguments, as numbers within the dim."""
     defaults: list[Any] = [0, None, None, 1]
-    dim, *bounds = [*args, *defaults[len(args) :]]
+    dim, start, end, step = [*args, *defaults[len(args) :]]
     dim %= len(shape)
-    return (dim, *slice(*bounds).indices(shape[dim]))
+    return (dim, *slice_bounds(start, end, step, shape[dim]))
 
 
 def _slice_rule(op: Any, spec: str, at: int, linear: str = "0") -> None:

@@ -9,6 +9,7 @@ import torch
 
 from shardc.language.rule import Bind, OpCall, Rule, make_rule, rule
 from shardc.language.sharding import TensorType
+from shardc.language.size import common_divisor
 
 aten = torch.ops.aten
 
@@ -27,7 +28,7 @@ def view_spec(src: Sequence[int], dst: Sequence[int]) -> tuple[str, dict[str, in
     whole: list[str] = []
     while left.rest > 1 or right.rest > 1:
         name = f"f{len(sizes)}"
-        common = math.gcd(left.size, right.size) if left.rest == right.rest else 1
+        common = common_divisor(left.size, right.size) if left.rest == right.rest else 1
         ahead, behind = (left, right) if left.rest >= right.rest else (right, left)
         sizes[name] = common if common > 1 else ahead.until(behind.rest)
         whole += [name] * (common == 1)
@@ -59,7 +60,7 @@ class _Walk:
 
     def until(self, rest: int) -> int:
         """The factor of the current dim after which ``rest`` is left of all dims; the whole dim where there is none."""
-        part, over = divmod(self.rest, rest)
+        part, over = self.rest // rest, self.rest % rest
         return part if part > 1 and not over and self.size % part == 0 else self.size
 
     def take(self, size: int, name: str) -> None:

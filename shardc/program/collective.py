@@ -19,6 +19,7 @@ from shardc.language.machine import LOCAL_KINDS, WHOLE_PAYLOAD, CollectiveKind
 from shardc.language.mesh import MICROBATCH, Axes, AxisPart, Mesh, merge_parts, part_ends, split_parts
 from shardc.language.partition import parse_parts
 from shardc.language.sharding import DimSharding, Sharding, num_shards
+from shardc.language.size import plain
 from shardc.language.windows import overlap_add, rows_sent, windows
 from shardc.program.provenance import Cause, cause_text
 
@@ -364,7 +365,7 @@ def payload_numel(
         sizes[after[0]] = count * src_shape[after[0]]
     elif before:
         sizes[before[0]] = before[1]
-    return math.prod(sizes)
+    return plain(math.prod(sizes))
 
 
 def wire_numel(step: Step, src_shape: tuple[int, ...]) -> int:
@@ -383,4 +384,4 @@ def rechunked_numel(args: tuple[Any, ...], src_shape: tuple[int, ...]) -> tuple[
     _, dim, values, _ = args
     sends, receives = map(max, rows_sent(values))
     row = math.prod(size for i, size in enumerate(src_shape) if i != dim)
-    return max(sends, receives) * row, sends * row
+    return plain(max(sends, receives) * row), plain(sends * row)

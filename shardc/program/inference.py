@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -12,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_aggregate
 
 from shardc.language.sharding import TensorType
+from shardc.language.size import Symbolic, symbolic_of
 from shardc.program.node import takes_device
 
 Types = TensorType | tuple[TensorType | None, ...] | None
@@ -37,21 +40,37 @@ def _types_of_call(call: CallKey) -> Types:
 
 def _types_by_run(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: str) -> Types:
     def tensor(leaf: Any) -> Any:
-        return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if isinstance(leaf, TensorType) else leaf
+        if isinstance(leaf, TensorType):
+            return torch.zeros([*map(symbolic_of, leaf.shape)], dtype=leaf.dtype, device=device)
+        return symbolic_of(leaf)
 
     placed = {**kwargs, "device": device} if takes_device(target) else dict(kwargs)
     try:
-        return types_of(target(*map_aggregate(args, tensor), **map_aggregate(placed, tensor)))
+        with symbolic_shapes((args, kwargs)):
+            return types_of(target(*map_aggregate(args, tensor), **map_aggregate(placed, tensor)))
     except NotImplementedError:
         if device == "cpu":
             raise
         return _types_by_run(target, args, kwargs, "cpu")
 
 
+def symbolic_shapes(arguments: Any) -> AbstractContextManager[Any]:
+    """Tensors that are made in the block may have symbolic sizes, where arguments have some."""
+    environments = set[Any]()
+
+    def note(leaf: Any) -> Any:
+        numbers = leaf.shape if isinstance(leaf, (TensorType, Layout)) else (leaf,)
+        environments.update(number.environment for number in numbers if isinstance(number, Symbolic))
+        return leaf
+
+    map_aggregate(arguments, note)
+    return FakeTensorMode(shape_env=environments.pop()) if environments else nullcontext()
+
+
 def types_of(value: Any) -> Types:
     """The type of a tensor, or of each entry of a tuple or list, None for one that is no tensor."""
     if isinstance(value, torch.Tensor):
-        return TensorType(tuple(map(int, value.shape)), value.dtype)
+        return TensorType.of(value)
     if isinstance(value, (list, tuple)):
         types = (types_of(entry) for entry in value)
         return tuple(entry if isinstance(entry, TensorType) else None for entry in types)

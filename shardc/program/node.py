@@ -11,6 +11,11 @@ import torch
 from torch import fx
 
 
+def is_size(node: fx.Node) -> bool:
+    """Whether a node of a traced graph is a number that follows from sizes."""
+    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat))
+
+
 def is_getitem(node: fx.Node) -> bool:
     """Whether a node picks one result of an op that has several."""
     return node.op == "call_function" and node.target is operator.getitem

@@ -23,6 +23,7 @@ from shardc.capture.capture import Captured
 from shardc.capture.model import state_names
 from shardc.capture.model_state import model_state
 from shardc.capture.signature import signature_of
+from shardc.capture.values.region import Symbols
 from shardc.compiler import Request
 from shardc.program.opaque import Opaque
 
@@ -42,9 +43,9 @@ def captured_once() -> Iterator[None]:
     """In the block, a model whose annotations name no modules gets the capture of an equal one, if it has one."""
     capture_model = compiler.capture_model
 
-    def capture(model: nn.Module, request: Request, matched: Matched) -> Captured:
-        if matched.modules:
-            return capture_model(model, request, matched)
+    def capture(model: nn.Module, request: Request, matched: Matched, symbols: Symbols | None = None) -> Captured:
+        if matched.modules or symbols:
+            return capture_model(model, request, matched, symbols)
         key = _key(model, request)
         found = _CAPTURED.get(key)
         if found is None:

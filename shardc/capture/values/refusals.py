@@ -33,10 +33,11 @@ from shardc.capture.model import override_attribute
 from shardc.capture.values.unknown import UnknownNumber, UnknownValueError, passing_check
 from shardc.language.errors import CaptureError, error_line, error_text
 from shardc.language.sharding import TensorType
+from shardc.language.size import Sizes, number_of, value_at
 from shardc.ops.linalg import STEADY
 from shardc.ops.pointwise import is_pointwise
 from shardc.program.inference import types_of
-from shardc.program.node import ancestors, is_random, last_node, nodes_after, op_name, reached
+from shardc.program.node import is_random, is_size, last_node, nodes_after, op_name, reached
 from shardc.program.opaque import Opaque, flat_call
 
 
@@ -591,19 +592,22 @@ def node_of(x: Tensor) -> fx.Node | None:
     return None if tracked is None else tracked.proxy.node
 
 
-def known_number(node: fx.Node, root: nn.Module) -> Any:
+def known_number(node: fx.Node, root: nn.Module, sizes: Sizes | None = None) -> Any:
     """The number that a node returns, or None where it depends on an input or on random numbers.
 
-    ``root`` holds the constants of the graph. A ``torch._check_tensor_all`` is taken to hold.
+    ``root`` holds the constants of the graph; ``sizes``: others than those of the capture. A
+    ``torch._check_tensor_all`` is taken to hold.
     """
     if any(each.target is aten._is_all_true.default for each in node.all_input_nodes):
         return True
-    needed = ancestors(node)
+    needed = reached([node], lambda each: () if is_size(each) else each.all_input_nodes)
     if any(each.op == "placeholder" or is_random(each) for each in needed):
         return None
     values: dict[fx.Node, Any] = {}
     for each in (each for each in node.graph.nodes if each in needed):
-        if each.op == "get_attr":
+        if is_size(each):
+            values[each] = value_at(number_of(each.meta["val"]), sizes)
+        elif each.op == "get_attr":
             values[each] = getattr(root, str(each.target))
         else:
             args, kwargs = fx.map_arg((each.args, each.kwargs), values.__getitem__)

@@ -1,0 +1,117 @@
+"""What runs a call of new sizes: a program that is compiled for it, or one for a region of sizes that is shared.
+
+To compile for a region takes several times as long as to compile for a call. So calls that differ in sizes alone are
+compiled twice for themselves; at the third, the dims that differed get symbols. A region is used once it has been found
+to be, at the sizes of a call that was compiled for itself, the same program; a region that differs is dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from shardc.capture.signature import Signature, symbols_of
+from shardc.program.program import Pin
+
+from .compiled_call import Compilation
+from .request import CallRequest
+
+LOG = logging.getLogger("shardc")
+NUM_ALONE = 2  # calls that are compiled for themselves before a region is tried
+MAX_REGIONS = 3  # of calls that differ in sizes alone
+
+
+class CompiledRegion(Protocol):
+    """A model that is compiled for a region of sizes. ``is_one_call``: the region has no others than one call's."""
+
+    @property
+    def is_one_call(self) -> bool: ...
+
+    def at(self, args: Sequence[Any], kwargs: Mapping[str, Any], signature: Signature) -> Compilation | None:
+        """The compilation for a call; None for sizes that are not in the region."""
+
+    def agrees(self, compilation: Any) -> bool | None:
+        """Whether it is the same for a call that was compiled for itself; None where that cannot be said."""
+
+
+@dataclass(slots=True)
+class Region:
+    """A region, and whether it was found to be right for another call than that which it was compiled at."""
+
+    compiled: CompiledRegion
+    is_confirmed: bool = False
+
+
+@dataclass(slots=True)
+class CallSizes:
+    """What was compiled of calls that differ in the sizes of tensors alone.
+
+    State: ``alone``, the latest that were compiled for themselves; ``regions``; ``num_tried`` regions.
+    """
+
+    alone: list[Any] = field(default_factory=list)
+    regions: list[Region] = field(default_factory=list)
+    num_tried: int = 0
+
+    def compilation(
+        self, request: CallRequest, fixed: tuple[Pin, ...], compile_call: Callable[[], Compilation]
+    ) -> tuple[Compilation, bool]:
+        """The compilation of a call, and whether it is one of a region's; ``compile_call`` compiles for the call."""
+        for region in self.regions:
+            here = _at(region, request)
+            if here is not None and region.is_confirmed:
+                return here, True
+            if here is not None:
+                self._compile_alone(compile_call)
+                self._confirm(region)
+                return self.alone[-1], False
+        if len(self.alone) >= NUM_ALONE and self.num_tried < MAX_REGIONS:
+            here = self._try_region(request, fixed)
+            if here is not None:
+                return here, True
+        self._compile_alone(compile_call)
+        return self.alone[-1], False
+
+    def _compile_alone(self, compile_call: Callable[[], Compilation]) -> None:
+        self.alone = [*self.alone[-NUM_ALONE:], compile_call()]
+
+    def _try_region(self, request: CallRequest, fixed: tuple[Pin, ...]) -> Compilation | None:
+        """The compilation of a call by a new region; None where there is none, or it is not right."""
+        self.num_tried += 1
+        symbols = symbols_of([*(each.convention.signature for each in self.alone), request.key[0]])
+        compiled = _tried(partial(self.alone[-1].compile_region, request.args, request.kwargs, fixed, symbols))
+        if compiled is None:
+            self.num_tried = MAX_REGIONS
+            return None
+        self.num_tried += compiled.is_one_call  # a loop over a dim, or a size that happens to be another's
+        region = Region(compiled)
+        self.regions.append(region)
+        self._confirm(region)
+        return _at(region, request) if region in self.regions else None
+
+    def _confirm(self, region: Region) -> None:
+        """Compare a region with what was compiled for calls alone; one that differs is dropped."""
+        found = [_tried(partial(region.compiled.agrees, each), False) for each in self.alone]
+        region.is_confirmed = True in found
+        if False in found:
+            self.regions.remove(region)
+
+
+def _at(region: Region, request: CallRequest) -> Compilation | None:
+    found: Compilation | None = _tried(partial(region.compiled.at, request.args, request.kwargs, request.key[0]))
+    return found
+
+
+def _tried(make: Callable[[], Any], otherwise: Any = None) -> Any:
+    """What a function returns, or ``otherwise``: an error of a region, of any kind, is no error of the call.
+
+    The call is then compiled for itself, and the logger ``shardc`` tells of it at the level DEBUG.
+    """
+    try:
+        return make()
+    except Exception as error:
+        LOG.debug("no program for many sizes: %s", error, exc_info=True)
+        return otherwise
