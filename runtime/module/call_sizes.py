@@ -80,13 +80,14 @@ class CallSizes:
 
     def _try_region(self, request: CallRequest, fixed: tuple[Pin, ...]) -> Compilation | None:
         """The compilation of a call by a new region; None where there is none, or it is not right."""
-        self.num_tried += 1
         symbols = symbols_of([*(each.convention.signature for each in self.alone), request.key[0]])
-        compiled = _tried(partial(self.alone[-1].compile_region, request.args, request.kwargs, fixed, symbols))
-        if compiled is None:
-            self.num_tried = MAX_REGIONS
+        if not symbols:  # all dims that have changed are of size 0 or 1 here
             return None
-        self.num_tried += compiled.is_one_call  # a loop over a dim, or a size that happens to be another's
+        compiled = _tried(partial(self.alone[-1].compile_region, request.args, request.kwargs, fixed, symbols))
+        is_in_vain = compiled is None or compiled.is_one_call  # it loops over a dim, or has a size twice
+        self.num_tried += 2 if is_in_vain else 1
+        if compiled is None:
+            return None
         region = Region(compiled)
         self.regions.append(region)
         self._confirm(region)

@@ -15,8 +15,6 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
 Sizes = Mapping[str, int]  # the values of torch's symbols, by name
 
 
@@ -65,8 +63,7 @@ def _computing(compute: Callable[..., Any], is_reflected: bool = False) -> Calla
         if not all(isinstance(other, (int, float)) for other in others):
             return NotImplemented
         operands = [self.symbolic, *map(symbolic_of, others)]
-        result = compute(*(reversed(operands) if is_reflected else operands))
-        return bool(result) if isinstance(result, torch.SymBool) else number_of(result)
+        return number_of(compute(*(reversed(operands) if is_reflected else operands)))
 
     return method
 
@@ -87,7 +84,16 @@ class Ratio(Symbolic, float):
 
 
 def number_of(value: Any) -> Any:
-    """A symbolic number of torch as a Size or a Ratio, as a plain number where it is constant; others as they are."""
+    """A symbolic number of torch as a Size or a Ratio, as a plain number where it is constant; others as they are.
+
+    A comparison becomes a bool, by a guard.
+    """
+    if type(value) in (int, float, bool):
+        return value
+    import torch  # the command line prints its help without
+
+    if isinstance(value, torch.SymBool):
+        return bool(value)
     if not isinstance(value, (torch.SymInt, torch.SymFloat)):
         return value
     is_int, node = isinstance(value, torch.SymInt), value.node
