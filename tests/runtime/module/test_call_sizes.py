@@ -132,6 +132,7 @@ def test_a_program_with_a_number_that_lost_its_expression_is_not_used(
     assert captures.count(False) == len(LENGTHS) - captures.count(True) + 3, "each call but regions' own is alone"
 
 
+@pytest.mark.slow
 def test_two_hundred_lengths_of_an_evaluation(captures: list[bool]) -> None:
     alone = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=64, n_positions=256)).eval()
     plan = {"*.c_attn.weight": P(None, "tp"), "*.attn.c_proj.weight": P("tp"), **BATCH}
