@@ -22,6 +22,7 @@ from .comm.comm import Comm
 from .comm.distributed import make_device_mesh, start_job
 from .execute.executor import Executor, Runner
 from .execute.inductor import InductorExecutor
+from .huggingface.hooks import take_parallel_modules
 from .model_class import module_of
 from .module.conversion import Conversion, conversion_on
 from .module.initial import INITIAL
@@ -93,6 +94,7 @@ def parallel_module(
         mesh, pipeline, device, RUNNERS[backend], model, compile_fn, (initial, is_compiled_soon, gate, values)
     )
     module.shardc.mesh = Mesh.of(mesh)
+    take_parallel_modules(model)
     return module
 
 

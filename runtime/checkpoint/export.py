@@ -65,6 +65,22 @@ def saving(save: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def whole_state(module: ParallelModule) -> dict[str, Tensor]:
+    """The state dict of a parallel module with whole plain tensors in host memory, on the first rank; others get none.
+
+    Every rank of the job calls it. Tied tensors are one under all of their names.
+    """
+    state: dict[str, Tensor] = {}
+
+    def keep(tensors: WholeTensors) -> None:
+        for (name, header), value in zip(tensors.headers.items(), tensors.values, strict=True):
+            assert value.shape == header.shape, (name, header)
+            state.update(dict.fromkeys(tensors.all_names.get(name, [name]), value))
+
+    _on_first_rank(module, module.shardc.model, keep)
+    return state
+
+
 def _on_first_rank(module: nn.Module, model: nn.Module, write: Callable[[WholeTensors], None]) -> None:
     """Write the whole tensors of a module on the first rank, to which all others send theirs."""
     ranks = ranks_of(module, "exports")
@@ -90,8 +106,8 @@ def _on_first_rank(module: nn.Module, model: nn.Module, write: Callable[[WholeTe
 class WholeTensors:
     """The tensors of a module, whole on the first rank, one after the other.
 
-    ``headers``: their types, by name, in the order of ``values``. State: ``_blocks``, for each name the rank's index
-    and the block of every part, as the first rank knows them.
+    ``headers``: their types, by name, in the order of ``values``. ``all_names``: for each all that are tied. State:
+    ``_blocks``, for each name the rank's index and the block of every part, as the first rank knows them.
     """
 
     def __init__(self, module: nn.Module, model: nn.Module, ranks: Ranks) -> None:
@@ -101,6 +117,9 @@ class WholeTensors:
             raise CheckpointError("shardc.export", what, problem, "use shardc.save, or take it out of the model")
         self.ranks, self.headers, self._blocks = ranks, dict[str, Header](), dict[str, list[Any]]()
         self._names = names_to_export(model, [key.partition("/")[2] for key in state.tensors], state.aliases)
+        self.all_names = {written: [name] for name, written in self._names.items()}
+        for alias, name in state.aliases.items():
+            self.all_names[self._names[name]].append(alias)
         self._shares: dict[str, list[Share]] = {}
         for share in shares_of(state):
             self._shares.setdefault(share.tensor.partition("/")[2], []).append(share)

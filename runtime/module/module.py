@@ -74,7 +74,7 @@ class ParallelModule(nn.Module):
 
     def __repr__(self) -> str:
         runtime, model = self.shardc, type(self.shardc.model).__name__
-        ranks = "ranks of a job" if isinstance(runtime.conversion, DistributedConversion) else "virtual ranks"
+        ranks = "ranks of a job" if is_on_ranks(self) else "virtual ranks"
         count = len(runtime.variants)
         calls = "not called yet" if count == 0 else f"{count} signature{'s' * (count != 1)} compiled"
         return f"ParallelModule({model} on {runtime.mesh}, {ranks}, {calls})"
@@ -149,6 +149,11 @@ class ParallelModule(nn.Module):
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused, as ``torch.compile`` of the module is."""
         raise _compiling_error(type(self.shardc.model).__name__)
+
+
+def is_on_ranks(module: Any) -> bool:
+    """Whether this is a parallel module on the ranks of a job, not on virtual ones."""
+    return isinstance(module, ParallelModule) and isinstance(module.shardc.conversion, DistributedConversion)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardc.language.errors import error_text
 
@@ -21,6 +21,7 @@ from ..agreement.agreement import Agreement
 from ..agreement.entry import Entry, Kind
 from ..agreement.gate import Gate
 from ..comm.failure import waiting
+from ..tensor.global_tensor import GlobalTensor
 
 
 class StepWatcher:
@@ -46,6 +47,7 @@ class StepWatcher:
 _watchers: weakref.WeakSet[StepWatcher] = weakref.WeakSet()
 _copied: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that were parallelized
 _seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_cut: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()  # the state of each that is cut
 
 
 def note_copied(model: nn.Module) -> None:
@@ -78,6 +80,40 @@ def _tell_watchers(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 register_optimizer_step_post_hook(_tell_watchers)
+
+
+def whole_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
+    """The state dict of an optimizer with whole plain tensors in host memory, on the first rank of the job; else {}.
+
+    Every rank calls it, and receives one whole tensor at a time.
+    """
+    found, is_first = optimizer.state_dict(), not dist.is_initialized() or dist.get_rank() == 0
+
+    def kept(value: Any) -> Any:
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+            return value.cpu() if is_first else None
+        return value
+
+    state = {i: {key: kept(each) for key, each in values.items()} for i, values in found["state"].items()}
+    return {**found, "state": state} if is_first else {}
+
+
+@torch.no_grad()
+def _cut_loaded_state(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Cut as its parameter what was loaded whole of an optimizer's state; a new dict of it says that it was loaded."""
+    if _cut.get(optimizer) is optimizer.state:
+        return
+    for parameter, values in optimizer.state.items():
+        if isinstance(parameter, GlobalTensor) and isinstance(values, dict):
+            for key, each in values.items():
+                if isinstance(each, Tensor) and each.ndim and each.shape == parameter.shape:
+                    if not isinstance(each, DTensor) or each.placements != parameter.placements:
+                        values[key] = torch.empty_like(parameter, dtype=each.dtype).copy_(each)
+    _cut[optimizer] = optimizer.state
+
+
+register_optimizer_step_pre_hook(_cut_loaded_state)
 
 # By the mesh of parallel modules, the ranks of their pipeline, and the gate that all ranks of the job pass.
 _PIPELINES: dict[DeviceMesh, tuple[ProcessGroup | None, Gate | None]] = {}

@@ -1,0 +1,1 @@
+"""What lets Accelerate and the Trainer of transformers take a parallel module."""
