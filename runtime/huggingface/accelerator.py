@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from shardc.language.errors import ShardingError
 
 from ..checkpoint.export import whole_state
+from ..checkpoint.state import Names
 from ..module.module import ParallelModule, is_on_ranks
 from ..module.optimizer import whole_optimizer_state
 from .draws import load_draws, save_draws
@@ -30,8 +31,15 @@ WHO = "an Accelerator of a parallel module"
 
 def become_one_device(accelerator: Accelerator, model: ParallelModule) -> None:
     """Let an Accelerator treat all ranks as one device from now on; a ShardingError if it is set up otherwise."""
-    if isinstance(accelerator, OneDevice):
+    if isinstance(accelerator, OneDevice) or (not is_on_ranks(model) and accelerator.num_processes > 1):
         return
+    if is_on_ranks(model):
+        _check_set_up(accelerator, model)
+    kind: Any = type(accelerator)
+    accelerator.__class__ = _one_device(kind)
+
+
+def _check_set_up(accelerator: Accelerator, model: ParallelModule) -> None:
     parallelism = accelerator.parallelism_config
     if accelerator.distributed_type in OTHERS or parallelism is not None:
         what = "parallelism_config" if parallelism is not None else accelerator.distributed_type.value
@@ -49,8 +57,6 @@ def become_one_device(accelerator: Accelerator, model: ParallelModule) -> None:
         what, problem = f"it knows 1 process on {accelerator.device}", f"the job has {dist.get_world_size()}"
         remedy = "say Accelerator(cpu=True), or start the script with accelerate launch --cpu"
         raise ShardingError(WHO, what, problem, remedy)
-    kind: Any = type(accelerator)
-    accelerator.__class__ = _one_device(kind)
 
 
 def is_of_the_job(accelerator: Accelerator) -> bool:
@@ -177,11 +183,34 @@ class OneDevice(Accelerator):
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """Load what ``save_state`` wrote, on this or any other mesh or device."""
-        handle = self.register_load_state_pre_hook(lambda models, folder: load_draws(folder, models))
+
+        def load(models: list[Any], folder: str) -> None:
+            load_draws(folder, models)
+            models[:] = [LoadedByName(each) if is_on_ranks(each) else each for each in models]
+
+        handle = self.register_load_state_pre_hook(load)
         try:
             super().load_state(*args, **kwargs)
         finally:
             handle.remove()
+
+
+class LoadedByName:
+    """A parallel module as ``load_model`` of safetensors takes it, which looks for tied tensors by their memory."""
+
+    def __init__(self, module: ParallelModule) -> None:
+        self.module = module
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Nothing to look at."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Tensor], strict: bool = True) -> Any:
+        """Load whole plain tensors, of which tied ones may have one name."""
+        aliases = Names.of(self.module).aliases
+        first = {aliases.get(name, name): value for name, value in state_dict.items()}
+        state_dict = {**state_dict, **first, **{alias: first[name] for alias, name in aliases.items() if name in first}}
+        return self.module.load_state_dict(state_dict, strict)
 
 
 def _whole(tensor: Tensor) -> Tensor:

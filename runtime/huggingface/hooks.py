@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ..module.module import ParallelModule, is_on_ranks
+from ..module.module import ParallelModule
 
 HOOKED = "_takes_parallel_modules"
 
@@ -29,19 +29,21 @@ def take_parallel_modules(model: nn.Module) -> None:
 
 
 def _hook_accelerator(kind: Any) -> None:
-    """Let an Accelerator become one device when a parallel module on ranks is prepared."""
+    """Let an Accelerator become one device when a parallel module is prepared."""
     if HOOKED in vars(kind):
         return
 
     def hooked(prepare: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(prepare)
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-            model = next(filter(is_on_ranks, (*args, *kwargs.values())), None)
+            model = next((each for each in (*args, *kwargs.values()) if isinstance(each, ParallelModule)), None)
             if model is None or getattr(self, "_is_one_device", False):
                 return prepare(self, *args, **kwargs)
             from .accelerator import become_one_device
 
             become_one_device(self, model)
+            if not getattr(self, "_is_one_device", False):
+                return prepare(self, *args, **kwargs)
             return getattr(self, prepare.__name__)(*args, **kwargs)
 
         return run

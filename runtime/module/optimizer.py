@@ -83,11 +83,14 @@ register_optimizer_step_post_hook(_tell_watchers)
 
 
 def whole_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
-    """The state dict of an optimizer with whole plain tensors in host memory, on the first rank of the job; else {}.
+    """The state dict of an optimizer with whole plain tensors in host memory, on the first rank of the job.
 
-    Every rank calls it, and receives one whole tensor at a time.
+    Every rank calls it, gets {} if it is another, and receives one whole tensor at a time.
     """
-    found, is_first = optimizer.state_dict(), not dist.is_initialized() or dist.get_rank() == 0
+    found = optimizer.state_dict()
+    if not any(isinstance(each, DTensor) for values in found["state"].values() for each in values.values()):
+        return found
+    is_first = dist.get_rank() == 0
 
     def kept(value: Any) -> Any:
         if isinstance(value, DTensor):
