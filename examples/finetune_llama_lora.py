@@ -41,8 +41,10 @@ def main() -> None:
     args = options.parse_args()
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    llama = LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes))  # or LlamaForCausalLM.from_pretrained(...)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+    )
+    llama = LlamaForCausalLM(config)  # or LlamaForCausalLM.from_pretrained(...)
     adapted = get_peft_model(llama, LoraConfig(r=8, lora_dropout=0.05, target_modules=["q_proj", "v_proj"]))
     model = shardc.parallelize(adapted, mesh(), ANNOTATIONS, zero=Zero("dp", stage=3))
     settings = TrainingArguments(

@@ -19,10 +19,12 @@ from torch.utils._pytree import tree_leaves
 
 from shardc.language.errors import ShardingError
 
+from ..agreement.entry import Entry, Kind
+from ..agreement.gate import Gate
 from ..checkpoint.export import whole_state
 from ..checkpoint.state import Names
 from ..module.module import ParallelModule, is_on_ranks
-from ..module.optimizer import whole_optimizer_state
+from ..module.optimizer import keep_state_of_meta, whole_optimizer_state
 from .draws import load_draws, save_draws
 
 OTHERS = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
@@ -37,6 +39,8 @@ def become_one_device(accelerator: Accelerator, model: ParallelModule) -> None:
         _check_set_up(accelerator, model)
     kind: Any = type(accelerator)
     accelerator.__class__ = _one_device(kind)
+    agreement = None if model.shardc.gate is None else model.shardc.gate.agreement
+    accelerator._gate = None if agreement is None else Gate(agreement, f"a DataLoader of {type(model).__name__}", "1")
 
 
 def _check_set_up(accelerator: Accelerator, model: ParallelModule) -> None:
@@ -86,6 +90,7 @@ class OneDevice(Accelerator):
 
     _is_one_device = True  # for hooks, which import no accelerate
     flag_tensor: Tensor | None
+    _gate: Gate | None
 
     @property
     def num_processes(self) -> int:
@@ -115,13 +120,19 @@ class OneDevice(Accelerator):
             use_seedable_sampler=self.use_seedable_sampler, data_seed=self.dataloader_config.data_seed,
             non_blocking=self.non_blocking, use_stateful_dataloader=self.use_stateful_dataloader,
         )  # fmt: skip
-        sampler, prepared.rng_types = get_sampler(prepared), ["torch"]
-        if isinstance(sampler, SeedableRandomSampler):
-            (sampler.initial_seed,) = broadcast_object_list([sampler.initial_seed])
-        elif isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
-            prepared.rng_types, prepared.synchronized_generator = ["torch", "generator"], generator
+        sampler = get_sampler(prepared)
+        prepared.synchronized_generator = getattr(sampler, "generator", None)
+        prepared.rng_types = FirstRanksDraws(self._gate, sampler)
         self._dataloaders.append(prepared)
         return prepared
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """An optimizer that may load its state before the first call has placed the parameters."""
+        is_new = not getattr(optimizer, "_is_accelerate_prepared", False)
+        optimizer = super().prepare_optimizer(optimizer, device_placement)
+        if is_new:
+            keep_state_of_meta(optimizer.optimizer)
+        return optimizer
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """A scheduler that steps once for each step of the optimizer, on any number of ranks."""
@@ -193,6 +204,23 @@ class OneDevice(Accelerator):
             super().load_state(*args, **kwargs)
         finally:
             handle.remove()
+
+
+class FirstRanksDraws:
+    """The random states that Accelerate shares as an epoch begins, to which all ranks come together."""
+
+    def __init__(self, gate: Gate | None, sampler: Any) -> None:
+        self._gate, self._sampler = gate, sampler
+
+    def __iter__(self) -> Iterator[str]:
+        if self._gate is None:
+            return
+        self._gate.enter(Entry(Kind.EPOCH, self._gate.digest))
+        yield "torch"
+        if isinstance(self._sampler, SeedableRandomSampler):
+            (self._sampler.initial_seed,) = broadcast_object_list([self._sampler.initial_seed])
+        elif isinstance(getattr(self._sampler, "generator", None), torch.Generator):
+            yield "generator"
 
 
 class LoadedByName:

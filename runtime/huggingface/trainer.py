@@ -53,6 +53,10 @@ def _misfits(args: Any, model: ParallelModule) -> list[tuple[str, Any, str, str]
     if args.save_on_each_node:
         problem = "the first rank of the job writes for all"
         found.append(("save_on_each_node", True, problem, "leave it out, and save where every node can read"))
+    for name in ("fsdp", "deepspeed"):
+        if value := getattr(args, name, None):
+            problem, remedy = "the module is cut already", f"leave {name} out, and say zero= in parallelize"
+            found.append((name, value, problem, remedy))
     if isinstance(model, PipelineModule) and args.save_strategy != "no" and not args.save_only_model:
         problem = "each stage has an optimizer of its own parameters, and the Trainer saves one"
         remedy = "say save_only_model=True, or save_strategy='no' and call shardc.save in a callback"

@@ -96,6 +96,7 @@ class ParallelModule(nn.Module):
             what, problem = f"of type {type(state_dict).__name__}", "it maps names to tensors"
             raise ShardingError("state_dict", what, problem, "give what model.state_dict() or torch.load returns")
         own, loaded, conversion = self.state_dict(), dict(state_dict), self.shardc.conversion
+        self.shardc.load_awaited(loaded)
         for name, value in loaded.items():
             if isinstance(own.get(name), DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
                 sharding = conversion.sharding(own[name], name)

@@ -118,6 +118,26 @@ def _cut_loaded_state(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 register_optimizer_step_pre_hook(_cut_loaded_state)
 
+
+def keep_state_of_meta(optimizer: Optimizer) -> None:
+    """Let an optimizer keep what is loaded for parameters that are on meta until placed; torch moves it there."""
+    loaded: dict[str, Any] = {}
+
+    def remember(_: Optimizer, state_dict: dict[str, Any]) -> None:
+        loaded.update(state_dict)
+
+    def keep(_: Optimizer) -> None:
+        numbers = [each for group in loaded["param_groups"] for each in group["params"]]
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            if parameter.is_meta and number in loaded["state"]:
+                optimizer.state[parameter] = dict(loaded["state"][number])
+        loaded.clear()
+
+    optimizer.register_load_state_dict_pre_hook(remember)
+    optimizer.register_load_state_dict_post_hook(keep)
+
+
 # By the mesh of parallel modules, the ranks of their pipeline, and the gate that all ranks of the job pass.
 _PIPELINES: dict[DeviceMesh, tuple[ProcessGroup | None, Gate | None]] = {}
 _UNSCALE = torch.amp.GradScaler._unscale_grads_

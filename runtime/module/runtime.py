@@ -120,6 +120,24 @@ class ModuleRuntime:
             raise OrderError("program", what, problem, "call the module once, or give args= to parallelize")
         return self._latest.latest.compilation
 
+    def load_awaited(self, values: dict[str, Tensor]) -> None:
+        """Let tensors that are on meta until they are placed get these values then, in place of those of ``weights=``.
+
+        Each that is taken stays in ``values`` on meta. ShardingError where the first rank is about to send its values.
+        """
+        tensors = self.model.state_dict(keep_vars=True)
+        awaited = {id(tensors[name]): name for _, name in self._awaited if name in tensors}
+        found = {name: awaited[id(tensors[name])] for name in values if id(tensors.get(name)) in awaited}
+        if found and not self._values:
+            who, what = f"load_state_dict of a {type(self.model).__name__}", "it has no values before its first call"
+            remedy = "give args= to parallelize, or load after the first call"
+            raise ShardingError(who, what, "the first rank sends its own then", remedy)
+        for name, first in found.items():
+            value = values[name]
+            if value.shape == tensors[name].shape:  # torch has an error of its own
+                self._values[first] = value.full_tensor() if isinstance(value, DTensor) else value.detach()
+                values[name] = tensors[name].detach()
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients so that their norm over all parameters on all ranks is at most ``max_norm``.
 
