@@ -59,8 +59,7 @@ def _check_set_up(accelerator: Accelerator, model: ParallelModule) -> None:
         raise ShardingError(WHO, what, problem, remedy)
     if not is_of_the_job(accelerator):
         what, problem = f"it knows 1 process on {accelerator.device}", f"the job has {dist.get_world_size()}"
-        remedy = "say Accelerator(cpu=True), or start the script with accelerate launch --cpu"
-        raise ShardingError(WHO, what, problem, remedy)
+        raise ShardingError(WHO, what, problem, "say Accelerator(cpu=True)")
 
 
 def is_of_the_job(accelerator: Accelerator) -> bool:
@@ -171,7 +170,7 @@ class OneDevice(Accelerator):
     def check_trigger(self) -> Any:
         """Whether any rank has called ``set_trigger``."""
         flag: Tensor | None = self.flag_tensor
-        self.flag_tensor = operations.reduce(torch.tensor(0, device=self.device) if flag is None else flag)
+        self.flag_tensor = operations.reduce(torch.tensor(0, device=self.device) if flag is None else flag, "sum")
         return super().check_trigger()
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:

@@ -119,10 +119,9 @@ class ParallelTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Save the model: the first rank writes what all ranks send."""
-        if is_on_ranks(self.model) and state_dict is None:
+        if state_dict is None:
             if not hasattr(type(self.model), "save_pretrained"):
-                state = whole_state(self.model)
-                state_dict = {name: each for each, name in {each: name for name, each in state.items()}.items()}
+                state_dict = {name: each.clone() for name, each in whole_state(self.model).items()}  # tied ones twice
             elif not self.args.should_save:
                 self.model.save_pretrained(output_dir or self.args.output_dir)
         if self.args.should_save:

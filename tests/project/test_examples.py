@@ -1,16 +1,22 @@
 """Every example runs, alone and as a target; of the demo its pieces, since ``make demo`` runs it whole.
 
-Under torchrun, and hf_gpt2.py altogether, they run where the README shows them.
+hf_gpt2.py runs where the README shows it, resume.py where ranks are killed.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import demo
+import finetune_llama_lora
 import gpt
 import mlp
 import moe
@@ -18,6 +24,9 @@ import pipeline
 import pytest
 import torch
 from demo import ALPHABET, Run, Settings, ShardedRun
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardc
 from shardc import Collective, Mesh
@@ -52,6 +61,33 @@ def test_the_pipeline_trains_as_one_device_on_virtual_ranks(capsys: pytest.Captu
     losses = [tuple(map(float, found)) for found in re.findall(r"one device (\S+)  two stages (\S+)", printed)]
     assert len(losses) == 5 and all(one == pytest.approx(other, abs=1e-5) for one, other in losses)
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+def test_lora_under_torchrun_goes_on_on_virtual_ranks_and_its_adapter_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    arguments = [finetune_llama_lora.__file__, "--steps", "12", "--output", str(tmp_path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*torchrun, *arguments], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    adapter = load_file(tmp_path / "adapter_model.safetensors")
+    assert len(adapter) == 8 and any(each.any() for name, each in adapter.items() if "lora_B" in name)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+    )
+    loaded = PeftModel.from_pretrained(LlamaForCausalLM(config), tmp_path).state_dict()
+    for name, each in adapter.items():
+        torch.testing.assert_close(loaded[name.replace(".weight", ".default.weight")], each)
+
+    shutil.rmtree(tmp_path / "checkpoint-12")
+    monkeypatch.setattr(sys, "argv", [*arguments, "--resume"])
+    finetune_llama_lora.main()
+    printed = capfd.readouterr().out
+    assert printed.splitlines()[-1] == done.stdout.splitlines()[-1]
+    assert re.findall(r"'loss': '(\S+)'", printed) == re.findall(r"'loss': '(\S+)'", done.stdout)[10:]
+    torch.testing.assert_close(load_file(tmp_path / "adapter_model.safetensors"), adapter, atol=1e-4, rtol=1e-3)
 
 
 def collectives(target: Callable[[], gpt.Target], mesh: Mesh) -> tuple[Collective, ...]:
