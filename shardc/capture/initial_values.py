@@ -239,7 +239,7 @@ class Record:
             values: dict[fx.Node, Any] = {}
             for node in self.graph.nodes:
                 if node.op == "get_attr":
-                    values[node] = self.constants[str(node.target)].clone()
+                    values[node] = torch.ops.aten.lift_fresh_copy(self.constants[str(node.target)])
                 else:
                     args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
                     values[node] = node.target(*args, **kwargs)

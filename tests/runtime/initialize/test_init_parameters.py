@@ -307,6 +307,24 @@ def test_parameters_that_are_not_on_meta_keep_their_values_unless_written() -> N
     assert torch.equal(model.given, TABLE) and not model.drawn.weight.is_meta
 
 
+def test_an_initialiser_may_write_to_a_tensor_that_is_not_on_meta() -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drawn = nn.Linear(2, 2, device="meta")
+            self.register_buffer("table", torch.ones(3))
+
+        def _init_weights(self, module: nn.Module) -> None:
+            if module is self:
+                self.table.copy_(torch.arange(3.0))
+
+    model = shardc.init_parameters(Table(), Mesh(a=2), seed=1)
+    assert torch.equal(model.table, torch.arange(3.0))
+    first = model.drawn.weight.clone()
+    assert torch.equal(shardc.init_parameters(model, Mesh(a=3), seed=1).drawn.weight, first)  # drawn once more
+    assert not torch.equal(shardc.init_parameters(model, Mesh(a=3), seed=2).drawn.weight, first)
+
+
 def test_a_model_trains_from_its_initial_parameters() -> None:
     model = shardc.init_parameters(MODELS["gpt"], Mesh(dp=2), {"tokens.weight": P(None, "dp")}, seed=1)
     parallel = shardc.parallelize(model, Mesh(dp=2), {"ids": P("dp"), "targets": P("dp")})
