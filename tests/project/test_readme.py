@@ -1,4 +1,4 @@
-"""The code in every README: each python and console block runs, and prints what stands below it.
+"""The code in every README and guide: each python and console block runs, and prints what stands below it.
 
 A ``text`` block after a ``python`` block is what that prints. The python blocks of a README share one namespace, in
 order. In a ``console`` block ``$ `` begins a command, and the lines below it are its stdout; ``...`` stands
@@ -69,7 +69,8 @@ def prints(expected: str, actual: str) -> bool:
 
 
 FOLDERS = ("benchmarks", "passes", "runtime", "runtime/checkpoint", "shardc/capture", "shardc/cli", "tests")
-PAGES = ("README.md", "CONTRIBUTING.md", *(f"{folder}/README.md" for folder in FOLDERS))
+GUIDES = tuple(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))
+PAGES = ("README.md", "CONTRIBUTING.md", *(f"{folder}/README.md" for folder in FOLDERS), *GUIDES)
 READMES = {page: (ROOT / page).read_text() for page in PAGES if (ROOT / page).exists()}
 
 
@@ -150,8 +151,16 @@ def test_the_readme_fits_on_three_screens() -> None:
 
 def test_every_link_between_pages_leads_somewhere() -> None:
     for page, text in READMES.items():
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
-            assert (ROOT / page).parent.joinpath(target).exists(), f"{page}: {target}"
+        for target, heading in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", text):
+            path = (ROOT / page).parent / target if target else ROOT / page
+            assert path.exists(), f"{page}: {target}"
+            assert not heading or heading in headings(path.read_text()), f"{page}: {target}#{heading}"
+
+
+def headings(text: str) -> list[str]:
+    """The names by which links know the headings of a page."""
+    found = re.findall(r"^#+ (.*)$", FENCE.sub("", text), re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", each.lower()).strip().replace(" ", "-") for each in found]
 
 
 def test_a_wrong_output_is_caught() -> None:
