@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import AcceleratorState
 from as_torchrun import as_torchrun
 from gloo_pool import GlooPool
@@ -111,7 +111,7 @@ def test_ranks_train_save_and_load_as_one_device(
     assert expected[-2] == 42  # samples that were gathered
 
 
-def states(folder: str, source: str) -> float:
+def states(source: str) -> float:
     """The loss after loading what was saved elsewhere."""
     accelerator = Accelerator(cpu=True)
     mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp")) if dist.is_initialized() else Mesh(dp=1, tp=1)
@@ -125,30 +125,31 @@ def states(folder: str, source: str) -> float:
         accelerator.backward(loss)
         optimizer.step()
         scheduler.step()
-    return float(loss)
+    return loss.item()
 
 
-def states_on_ranks(folder: str, source: str) -> float:
+def states_on_ranks(source: str) -> float:
     with as_torchrun():
-        return states(folder, source)
+        return states(source)
 
 
 def test_a_state_is_loaded_on_another_mesh_and_on_one_device(gloo: GlooPool, tmp_path: Path) -> None:
     source = str(tmp_path / "ranks")
     gloo.run(on_ranks, source)
     AcceleratorState._reset_state(reset_partial_state=True)
-    expected = states(str(tmp_path), source)
-    assert gloo.run(states_on_ranks, str(tmp_path), source) == pytest.approx([expected] * 4, abs=1e-5)
+    expected = states(source)
+    assert gloo.run(states_on_ranks, source) == pytest.approx([expected] * 4, abs=1e-5)
 
 
 def misuse() -> list[str]:
-    """Errors of an Accelerator that knows of one process, and of one that has prepared a loader before."""
+    """Errors of an Accelerator that knows of one process, of one with a loader, and of one that is to cut the model."""
     errors = []
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    for is_told in (False, True):
+    for case in ("untold", "loader", "parallelism"):
         with as_torchrun():
-            accelerator = Accelerator(cpu=is_told)
-            if is_told:
+            config = ParallelismConfig() if case == "parallelism" else None
+            accelerator = Accelerator(cpu=case != "untold", parallelism_config=config)
+            if case == "loader":
                 accelerator.prepare(DataLoader(samples()))
             try:
                 accelerator.prepare(shardc.parallelize(Net(), mesh, PLAN))
@@ -158,7 +159,8 @@ def misuse() -> list[str]:
 
 
 def test_an_accelerator_that_would_split_batches_is_refused(gloo: GlooPool) -> None:
-    for not_told, loader_first in gloo.run(misuse):
+    for not_told, loader_first, parallelism in gloo.run(misuse):
+        assert "it uses parallelism_config\n  the module is cut already" in parallelism
         assert not_told.endswith("it knows 1 process on cpu\n  the job has 4\n  say Accelerator(cpu=True)")
         assert "say prepare(model, optimizer, loader) in one call, or prepare the model first" in loader_first
 

@@ -68,7 +68,8 @@ def prints(expected: str, actual: str) -> bool:
     return re.fullmatch(pattern, actual.strip(), re.DOTALL) is not None
 
 
-FOLDERS = ("benchmarks", "passes", "runtime", "runtime/checkpoint", "shardc/capture", "shardc/cli", "tests")
+RUNTIME = ("runtime", "runtime/checkpoint", "runtime/huggingface")
+FOLDERS = ("benchmarks", "passes", *RUNTIME, "shardc/capture", "shardc/cli", "tests")
 GUIDES = tuple(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))
 PAGES = ("README.md", "CONTRIBUTING.md", *(f"{folder}/README.md" for folder in FOLDERS), *GUIDES)
 READMES = {page: (ROOT / page).read_text() for page in PAGES if (ROOT / page).exists()}
