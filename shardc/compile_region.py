@@ -7,21 +7,30 @@ of symbols.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from torch import fx
+from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from shardc.capture.capture import Captured
 from shardc.capture.signature import Signature, TensorLeaf
 from shardc.capture.values.region import Symbols
+from shardc.capture.values.symbols import Sizes, value_at
 from shardc.compiler import Compiled, Making, Request, capture_model, match_annotations
 from shardc.language.errors import CaptureError
+from shardc.language.mesh import Mesh
+from shardc.language.size import Symbolic
 from shardc.passes.order import UNANNOTATED, WHOLE
-from shardc.program.at_sizes import AtSizes, is_same_program
+from shardc.program.program import Program
+from shardc.program.provenance import Origin, Source
 
 if TYPE_CHECKING:
     from torch import nn
+
+WITHOUT_SIZES = (type, Mesh, Origin, Source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +58,9 @@ class CompiledRegion:
         if sizes is None:
             return None
         at = AtSizes(sizes)
-        earlier = {name: partial(at.program, program) for name, program in before.kept.items()}
+        earlier = {name: partial(program.mapped, at) for name, program in before.kept.items()}
         making = Making(before.model, replace(before.request, args=args, kwargs=kwargs), earlier, unused=before.unused)
-        making.run(at.program(before.kept[WHOLE.__name__]), after=WHOLE)
+        making.run(before.kept[WHOLE.__name__].mapped(at), after=WHOLE)
         outputs, objects = at(captured.convention.outputs), at(captured.convention.objects)
         convention = replace(captured.convention, outputs=outputs, objects=objects, signature=signature)
         compiled = making.end(convention, None, {})
@@ -86,3 +95,57 @@ def compile_region(model: nn.Module, request: Request, symbols: Symbols, kind: t
         raise CaptureError("a region of sizes", "the program depends on values", "compile it for each size")
     making.run(making.begin(captured, matched), until=WHOLE)
     return CompiledRegion(captured, making, kind)
+
+
+class AtSizes:
+    """Gives values of any kind with numbers in place of what follows from sizes; others are given back themselves."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self._sizes = sizes
+        self._known: dict[int, tuple[Any, Any]] = {}  # by identity: a value, which is kept alive, and what it is here
+
+    def __call__(self, value: Any) -> Any:
+        """A value here."""
+        if isinstance(value, Symbolic):
+            return value_at(value, self._sizes)
+        if type(value) in (tuple, list, immutable_list):
+            return self._once(value, lambda: self._mapped(value))
+        if type(value) in (dict, immutable_dict):
+            return self._once(value, lambda: {self(key): self(entry) for key, entry in value.items()})
+        if is_dataclass(value) and not isinstance(value, WITHOUT_SIZES):
+            return self._once(value, lambda: self._replaced(value))
+        return value
+
+    def _mapped(self, value: Any) -> Any:
+        """A tuple or list with its entries as they are here."""
+        entries = [self(entry) for entry in value]
+        is_same = all(entry is before for entry, before in zip(entries, value, strict=True))
+        return value if is_same else type(value)(entries)
+
+    def _once(self, value: Any, make: Callable[[], Any]) -> Any:
+        if id(value) not in self._known:
+            self._known[id(value)] = value, make()
+        return self._known[id(value)][1]
+
+    def _replaced(self, value: Any) -> Any:
+        """A dataclass with its fields as they are here."""
+        before = {each.name: getattr(value, each.name) for each in fields(value) if each.init}
+        after = {name: self(entry) for name, entry in before.items()}
+        changed = {name: entry for name, entry in after.items() if entry is not before[name]}
+        return replace(value, **changed) if changed else value
+
+
+def is_same_program(one: Program, other: Program) -> bool:
+    """Whether two programs compute and send the same, node by node, whatever the names of nodes are."""
+    if (one.inputs, one.outputs) != (other.inputs, other.outputs):
+        return False
+    return _described(one) == _described(other)
+
+
+def _described(program: Program) -> list[Any]:
+    places = {node: f"%{i}" for i, node in enumerate(program.graph.nodes)}
+    return [
+        (node.op, node.target if node.op == "call_function" else "", fx.map_arg((node.args, node.kwargs), places.get),
+         program.types(node), program.shardings(node))
+        for node in places
+    ]  # fmt: skip

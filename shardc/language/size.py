@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
-
-Sizes = Mapping[str, int]  # the values of torch's symbols, by name
 
 
 class Symbolic:
@@ -113,20 +111,6 @@ def symbolic_of(value: Any) -> Any:
 def plain(number: Any) -> Any:
     """A Size as a plain int, others as they are: prices are those of the present sizes, and guard nothing."""
     return int(number) if isinstance(number, Size) else number
-
-
-def value_at(value: Any, sizes: Sizes | None) -> Any:
-    """The plain number that a Size or a Ratio is at some sizes, or without them now; others as they are."""
-    if not isinstance(value, Symbolic):
-        return value
-    if sizes is None:
-        return value.symbolic.node.hint
-    from torch.utils._sympy.interp import sympy_interp  # these take a second to import, and are needed here alone
-    from torch.utils._sympy.reference import PythonReferenceAnalysis
-
-    symbols = {symbol: sizes[symbol.name] for symbol in value.expression.free_symbols}
-    kind = int if isinstance(value, Size) else float
-    return kind(sympy_interp(PythonReferenceAnalysis, symbols, value.expression))
 
 
 def common_divisor(one: int, other: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from torch import fx
@@ -86,6 +86,7 @@ class Pin:
         return ": P(" in self.text
 
 
+BOUND = ("rule", "is_fallback", "checked")  # facts of a call that follow from its types and the table of rules
 NEVER_CHECKED: tuple[tuple[Check, ...], list[Any]] = ((), [])
 
 
@@ -128,6 +129,19 @@ class Program:
             new.meta.update(node.meta)
         return replace(self, graph=graph, level=level or self.level)
 
+    def mapped(self, function: Callable[[Any], Any]) -> Program:
+        """A copy in which arguments, facts and fields are what a function makes of them; its calls have no rules yet.
+
+        The function leaves nodes as they are.
+        """
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in self.graph.nodes:
+            new = copies[node] = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+            new.args, new.kwargs = fx.map_arg((function(node.args), function(node.kwargs)), copies.__getitem__)
+            new.meta.update({key: function(fact) for key, fact in node.meta.items() if key not in BOUND})
+        given = {each.name: function(getattr(self, each.name)) for each in fields(self) if each.init}
+        return Program(**given | {"graph": graph})
+
     def edited(self, level: Level | None = None) -> Program:
         """The same graph without the facts that were computed from it, for a pass that is about to change it."""
         return replace(self, level=level or self.level)
@@ -136,7 +150,7 @@ class Program:
         """A copy whose calls have no rules yet: the table may have others by now."""
         program = self.copy()
         for node in program.calls:
-            for fact in ("rule", "is_fallback", "checked"):
+            for fact in BOUND:
                 node.meta.pop(fact, None)
         return program
 

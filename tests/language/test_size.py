@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardc.capture.values.region import Region
+from shardc.capture.values.symbols import value_at
 from shardc.language.sharding import TensorType, ceil_div
-from shardc.language.size import Ratio, Size, common_divisor, plain, slice_bounds, value_at
+from shardc.language.size import Ratio, Size, common_divisor, plain, slice_bounds
 
 HERE, SIZES = (12, 40), st.tuples(st.integers(2, 90), st.integers(2, 90))
 

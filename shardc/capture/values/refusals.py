@@ -30,10 +30,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardc.capture.model import override_attribute
+from shardc.capture.values.symbols import Sizes, value_at
 from shardc.capture.values.unknown import UnknownNumber, UnknownValueError, passing_check
 from shardc.language.errors import CaptureError, error_line, error_text
 from shardc.language.sharding import TensorType
-from shardc.language.size import Sizes, number_of, value_at
+from shardc.language.size import number_of
 from shardc.ops.linalg import STEADY
 from shardc.ops.pointwise import is_pointwise
 from shardc.program.inference import types_of

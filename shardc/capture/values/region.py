@@ -8,12 +8,11 @@ from typing import Any
 from sympy import Eq, Symbol
 from torch import fx, nn
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-from torch.utils._sympy.interp import sympy_interp
-from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from shardc.capture.values.refusals import known_number
+from shardc.capture.values.symbols import Sizes, evaluated
 from shardc.language.sharding import TensorType
-from shardc.language.size import Sizes, number_of
+from shardc.language.size import number_of
 
 Symbols = Mapping[tuple[str, int], str]  # for dims of inputs, by the input's name, the name of their symbol
 
@@ -66,7 +65,7 @@ class Region:
                     return None
         equal = (Eq(symbol, other) for symbol, other in self.shapes.replacements.items())
         guards = (*(guard.expr for guard in self.shapes.guards), *equal)
-        if min(values.values()) < 2 or not all(sympy_interp(PythonReferenceAnalysis, values, each) for each in guards):
+        if min(values.values()) < 2 or not all(evaluated(each, values) for each in guards):
             return None
         sizes = {symbol.name: size for symbol, size in values.items()}
         is_read_alike = all(known_number(node, root, sizes) == number for node, root, number in self.numbers)
