@@ -10,7 +10,7 @@ WHEEL := build/wheel
 PYTEST := $(BIN)/python -m pytest
 IN_PARALLEL := -n 2 --dist loadgroup
 
-.PHONY: demo test test-all sweep soak conformance bench cuda lint format types wheel-test readme examples clean
+.PHONY: demo test test-all sweep soak conformance bench cuda lint format types wheel-test dist docs readme examples clean
 
 demo: $(VENV)/installed  # torch says that it has no numpy; shardc needs none
 	PYTHONWARNINGS='ignore:Failed to initialize NumPy' $(BIN)/python examples/demo.py
@@ -74,6 +74,16 @@ wheel-test: $(VENV)/installed-test
 	$(WHEEL)/venv/bin/python -P -c 'import shardc; assert "$(WHEEL)" in shardc.__file__, shardc.__file__'
 	PYTHONSAFEPATH=1 $(WHEEL)/venv/bin/python -m pytest $(IN_PARALLEL) -m "not slow and not sweep" $(WHEEL_TESTS)
 
+# The guides and the reference as pages under build/site; a broken link or a docstring that cannot be read fails.
+docs: $(VENV)/installed-docs
+	$(BIN)/mkdocs build --strict  # --quiet would hide the warnings from --strict
+
+# What would be uploaded: an sdist, and the wheel that is built from it.
+dist: $(VENV)/installed-docs
+	rm -rf dist build/lib
+	$(BIN)/python -m build --no-isolation --outdir dist
+	$(BIN)/twine check --strict dist/*
+
 # The environment: made once, and again when what it is made from changes.
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "shardc needs Python 3.11 or newer" >&2; exit 1; }
@@ -93,6 +103,10 @@ $(VENV)/installed-test: $(VENV)/installed
 
 $(VENV)/installed-dev: $(VENV)/installed-test
 	$(INSTALL) -e '.[test,hf,dev]'
+	touch $@
+
+$(VENV)/installed-docs: $(VENV)/installed
+	$(INSTALL) -e '.[docs]'
 	touch $@
 
 clean:

@@ -55,7 +55,8 @@ def suggest(
     Args:
         model: parameters may be on meta; nothing is computed.
         devices: the number of ranks.
-        args, kwargs: a call of the model with the whole batch, on any device or on meta.
+        args: of a call of the model with the whole batch, on any device or on meta.
+        kwargs: those of that call by name.
         annotations: what must stay; the search fills in the rest.
         memory: bytes that a rank has, or a text such as ``"80GB"``; by default those of the device, if they are known.
             ``float("inf")`` sets no limit.

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+import shardc
 from shardc.cli.main import main
 from shardc.language.rule import RULES
 from shardc.passes.order import PASSES
@@ -156,6 +157,10 @@ def test_every_link_between_pages_leads_somewhere() -> None:
             path = (ROOT / page).parent / target if target else ROOT / page
             assert path.exists(), f"{page}: {target}"
             assert not heading or heading in headings(path.read_text()), f"{page}: {target}#{heading}"
+
+
+def test_the_reference_has_every_public_name_once() -> None:
+    assert sorted(re.findall(r"^::: shardc\.(\w+)$", READMES["docs/api.md"], re.MULTILINE)) == sorted(shardc.__all__)
 
 
 def headings(text: str) -> list[str]:
