@@ -222,15 +222,41 @@ def compile(
 ) -> Compiled:
     """Capture a model, propagate a few annotations to every value, and rewrite it for each rank of a mesh.
 
-    ``mesh``: a Mesh or a DeviceMesh. ``annotations``: ``{pattern: P(...)}``. ``args``, ``kwargs``: example inputs, of
-    global shapes; meta tensors will do. ``train=False``: no backward. ``zero``, ``precision``, ``remat``: see
-    ``Zero``, ``Precision``, ``Remat``. ``bucket``: bytes of collectives that go together. ``links``: the machine
-    that times are estimated for, ``{"tp": "nvlink", "dp": "ib"}``, a file of ``shardc bench-links`` or a ``Machine``.
-    ``optimizer``: ``adam``, ``adamw``, ``momentum`` or ``sgd``, whose states count as memory and its step as time.
-    ``fixed``: shardings that are settled already and stand above annotations. ``strict``: a ShardingError for every op
-    that has no rule and every gather that no annotation asks for (see ``shardc.strict``).
+    No process is started and no device is needed. Example inputs have global shapes.
 
-    Raises ShardingError for what the user did wrong, CaptureError for a model that cannot be captured.
+    Args:
+        model: it is left as it was; its parameters may be on meta.
+        mesh: a Mesh or a DeviceMesh.
+        annotations: ``{pattern: P(...)}``, patterns over names of parameters, buffers, inputs, modules and outputs.
+        args: example inputs, by position; meta tensors will do.
+        kwargs: example inputs, by name.
+        train: with a backward, from the scalar output or the field ``loss``, else from all outputs.
+        differentiable: further outputs that a gradient may reach, by name.
+        zero: see ``Zero``.
+        pipeline: see ``Pipeline``.
+        precision: see ``Precision``.
+        remat: see ``Remat``.
+        bucket: bytes of collectives that are sent together.
+        links: the machine that times are estimated for, ``{"tp": "nvlink", "dp": "ib"}``, a file of
+            ``shardc bench-links`` or a ``Machine``.
+        optimizer: ``adam``, ``adamw``, ``momentum`` or ``sgd``, whose states count as memory and its step as time.
+        fixed: shardings that are settled already and stand above annotations.
+        strict: a ShardingError for every op that has no rule and every gather that no annotation asks for.
+
+    Returns:
+        The compiled program: ``collectives``, ``shardings``, ``memory``, ``dump``, ``explain``, ``simulate``.
+
+    Raises:
+        ShardingError: for what does not fit in annotations, mesh, inputs or options.
+        CaptureError: for a model that cannot be captured.
+
+    Examples:
+        >>> import torch, shardc
+        >>> model = torch.nn.Linear(8, 4, bias=False)
+        >>> mesh, annotations = shardc.Mesh(dp=2, tp=2), {"input": shardc.P("dp"), "weight": shardc.P(None, "tp")}
+        >>> program = shardc.compile(model, mesh, annotations, args=(torch.ones(6, 8),), train=False)
+        >>> program.collectives
+        (<all_reduce_tp: all_reduce over tp, forward, 48 bytes sent>,)
     """
     described, options = Mesh.of(mesh), Options(zero, precision, remat, bucket, pipeline, machine_of(links), optimizer)
     request = Request(described, annotations or {}, args, kwargs or {}, train, differentiable, options, fixed, strict)
@@ -310,19 +336,41 @@ def parallelize(
     With a Mesh it runs on virtual ranks in this process and its parameters stay plain; with a DeviceMesh, or with
     ``runtime="distributed"`` in a job started by torchrun, on torch.distributed, and every parameter is a DTensor.
     Compiled at once where ``args`` or ``kwargs`` are given, else at the first call, and again for each new signature.
-    ``zero``, ``precision``, ``remat``, ``bucket``, ``links``, ``optimizer`` and ``strict`` as in ``compile``.
+    Options that are not listed are those of ``compile``. Warns of an axis of the mesh that cuts no work.
 
-    ``initial``: on a DeviceMesh all ranks start from the values of its first rank (``"broadcast"``), of which each is
-    sent what it stores; the models of other ranks may be on meta. ``"check"`` sends nothing, and raises a ShardingError
-    for the first tensor that differs between ranks; ``"trust"`` does not look. DTensors are kept as they are.
-    ``check``: plain inputs are the whole batch, equal on all ranks, whose checksums are compared in every call, in the
-    ``"first"`` of each signature, or ``"never"``.
-    ``seed``: of what the model draws, as dropout does: the same on every mesh, and another in each step of training.
-    ``torch.manual_seed`` does not change it; ``module.seed = 1`` does.
-    ``weights``: the values of a model that may be on meta, a folder of safetensors files as ``save_pretrained`` writes
-    it, or a state dict. On a DeviceMesh each rank reads its shards alone, when the first call is compiled.
+    Args:
+        model: its parameters and buffers are copied; they may be on meta.
+        mesh: a Mesh, or the DeviceMesh of a job.
+        annotations: ``{pattern: P(...)}``, as in ``compile``.
+        args: example inputs, by position, to compile at once.
+        kwargs: example inputs, by name.
+        runtime: ``"virtual"`` or ``"distributed"``; by default as the mesh is.
+        compile: ``"inductor"`` compiles forward and backward with Inductor, collectives included.
+        initial: on a DeviceMesh all ranks start from the values of its first rank (``"broadcast"``), of which each is
+            sent what it stores; the models of other ranks may be on meta. ``"check"`` sends nothing, and raises a
+            ShardingError for the first tensor that differs between ranks; ``"trust"`` does not look. DTensors are kept
+            as they are.
+        check: plain inputs are the whole batch, equal on all ranks, whose checksums are compared in every call, in the
+            ``"first"`` of each signature, or ``"never"``.
+        seed: of what the model draws, as dropout does: the same on every mesh, and another in each step of training.
+            ``torch.manual_seed`` does not change it; ``module.seed = 1`` does.
+        weights: the values of a model that may be on meta, a folder of safetensors files as ``save_pretrained`` writes
+            it, or a state dict. On a DeviceMesh each rank reads its shards alone, when the first call is compiled.
 
-    Warns of an axis of the mesh that cuts no work. Raises a ShardingError for a wrong argument.
+    Returns:
+        A module with the names, the methods and the attributes of the model; ``program`` is what was compiled last.
+
+    Raises:
+        ShardingError: for a wrong argument; on the ranks of a job for ranks that differ, on each of them.
+        CaptureError: for a model that cannot be captured.
+
+    Examples:
+        >>> import torch, shardc
+        >>> model, x = torch.nn.Linear(8, 4), torch.ones(6, 8)
+        >>> parallel = shardc.parallelize(model, shardc.Mesh(tp=2), {"weight": shardc.P("tp")})
+        >>> parallel(x).sum().backward()
+        >>> torch.allclose(parallel(x), model(x)), parallel.weight.grad.shape
+        (True, torch.Size([4, 8]))
     """
     from shardc.runtime.checkpoint.weights import weights_of
     from shardc.runtime.parallel import making_together, parallel_module
@@ -374,13 +422,32 @@ def init_parameters(
 ) -> nn.Module:
     """Give a model on meta its initial values, each rank its shards only: the same bits on every mesh.
 
-    ``model``: one made under ``torch.device("meta")``, whose modules' own initialisers run, or ``initialize(model)``
-    instead; or a function that makes a model, whose constructor runs as it is. On a Mesh parameters come out plain and
-    whole, on a DeviceMesh as DTensors, for ``parallelize`` to take. A parameter is cut as it is annotated; with example
-    ``args`` or ``kwargs`` as a call of the model is compiled, so that what is inferred is cut as well.
-
     Numbers are drawn by a counter, keyed by seed, the parameter's name and the index in it. An initialiser that needs
     its tensor whole, as ``orthogonal_`` does, makes it whole on every rank, with a warning that names the parameter.
+
+    Args:
+        model: one made under ``torch.device("meta")``, whose modules' own initialisers run; or a function that makes a
+            model, whose constructor runs as it is.
+        mesh: on a Mesh parameters come out plain and whole, on a DeviceMesh as DTensors.
+        annotations: a parameter is cut as it is annotated.
+        seed: a whole number; another one draws other values.
+        initialize: ``initialize(model)`` runs in place of the modules' own initialisers.
+        args: example inputs: parameters are cut as a call with these is compiled, so that what is inferred is cut too.
+        kwargs: example inputs, by name.
+
+    Returns:
+        The model, for ``parallelize`` to take.
+
+    Raises:
+        ShardingError: for values that the constructor wrote on meta and that no initialiser writes.
+        CaptureError: for an initialiser whose next op depends on numbers that it drew.
+
+    Examples:
+        >>> import torch, shardc
+        >>> make, annotations = lambda: torch.nn.Linear(8, 4), {"weight": shardc.P("tp")}
+        >>> models = [shardc.init_parameters(make, shardc.Mesh(tp=size), annotations) for size in (1, 3)]
+        >>> torch.equal(models[0].weight, models[1].weight)
+        True
     """
     from shardc.capture.initial_values import record_initializers
     from shardc.passes.canonicalize.canonicalize import canonicalize

@@ -22,6 +22,12 @@ def checkpointable(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
     ``dcp.save(shardc.checkpointable(module.state_dict()))``. The blocks share the module's memory, so that
     ``dcp.load`` of such a dict fills the module. Tensors that are cut in one piece stay as they are.
+
+    Args:
+        state_dict: of a parallel module.
+
+    Returns:
+        A dict by name, with an entry for each block of a tensor that is cut in blocks.
     """
     if not isinstance(state_dict, Mapping):
         what, remedy = f"of type {type(state_dict).__name__}", "give it module.state_dict()"

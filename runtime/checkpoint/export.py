@@ -32,9 +32,20 @@ FILE = "model.safetensors"
 def export(path: str | os.PathLike[str], module: nn.Module, *, file_bytes: int = 5 * 10**9) -> Path:
     """Write a module's parameters and buffers as a folder that ``from_pretrained`` of transformers loads.
 
-    ``model.safetensors``, or several files and ``model.safetensors.index.json`` above ``file_bytes``, and the model's
-    ``config.json`` if it has a config. Every rank of the job calls it, the first one writes: it has one whole tensor in
-    memory at a time. Of tied parameters one is written, as transformers does.
+    ``model.safetensors``, or several files and ``model.safetensors.index.json``, and the model's ``config.json`` if it
+    has a config. Every rank of the job calls it, the first one writes: it has one whole tensor in memory at a time. Of
+    tied parameters one is written, as transformers does.
+
+    Args:
+        path: of the folder.
+        module: a parallel module, or a plain one.
+        file_bytes: the size of a file at most, if its tensors allow that.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: for a folder that cannot be written.
     """
     check_request(path, module, None, None, None)
     folder, module = Path(path), unwrapped(module)

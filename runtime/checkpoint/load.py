@@ -43,12 +43,22 @@ def load(
 ) -> dict[str, Any]:
     """Load a checkpoint into a module and an optimizer, whichever mesh it was saved on; every rank of the job calls it.
 
-    ``path``: the folder that was given to ``shardc.save``, of which the latest is loaded, or one of its checkpoints.
-    The result has its ``step``, ``extra`` and ``path``. Each rank reads the blocks that it stores. Without a module the
-    result has all that was saved, as whole plain tensors: ``model``, by name, ``optimizer``, and so on.
+    Each rank reads the blocks that it stores.
 
-    A CheckpointError names the file that is missing or damaged, or the tensor that does not fit; then nothing was
-    changed.
+    Args:
+        path: the folder that was given to ``shardc.save``, of which the latest is loaded, or one of its checkpoints.
+        module: a parallel module, or a plain one; without it nothing is filled, and all is returned.
+        optimizer: of its parameters.
+        scheduler: what has a ``load_state_dict``.
+        scaler: the same.
+
+    Returns:
+        The checkpoint's ``step``, ``extra`` and ``path``. Without a module all that was saved, as whole plain tensors:
+        ``model``, by name, ``optimizer``, and so on.
+
+    Raises:
+        CheckpointError: names the file that is missing or damaged, or the tensor that does not fit; then nothing was
+            changed.
     """
     check_request(path, nn.Identity() if module is None else module, optimizer, None, None)
     if module is None:

@@ -91,14 +91,36 @@ def save(
 ) -> Save:
     """Save a module and an optimizer as a new checkpoint in the folder ``path``; every rank of the job calls it.
 
-    The checkpoint is ``path/step-00000010``, and ``path/latest`` names it. ``step``: the number in its name; by default
-    the parallel module's own, of a plain module one more than the last. ``scheduler`` and ``scaler`` have a
-    ``state_dict``. ``extra``: numbers, strings, tensors, lists and dicts; the first rank's are saved. ``keep``: remove
-    all but the last so many checkpoints, once this one is published.
+    The checkpoint is ``path/step-00000010``, and ``path/latest`` names it.
 
-    ``asynchronous``: copy what this rank writes and return; a thread writes it, while training goes on. ``wait()`` of
-    the result, or the next save of this module, waits for it and raises its errors. Without it the error of any rank is
-    raised on every rank at once.
+    Args:
+        path: of the folder of checkpoints.
+        module: a parallel module, or a plain one.
+        optimizer: of its parameters.
+        scheduler: what has a ``state_dict``.
+        scaler: the same.
+        extra: numbers, strings, tensors, lists and dicts; the first rank's are saved.
+        step: the number in the checkpoint's name; by default the parallel module's own, of a plain module one more than
+            the last.
+        keep: remove all but the last so many checkpoints, once this one is published.
+        asynchronous: copy what this rank writes and return; a thread writes it, while training goes on.
+
+    Returns:
+        The save, whose ``wait()`` returns the checkpoint's folder once it is published. That, or the next save of this
+        module, raises the errors of an asynchronous one.
+
+    Raises:
+        CheckpointError: for a value that cannot be saved and a folder that cannot be written; the error of any rank is
+            raised on every rank at once.
+
+    Examples:
+        >>> import tempfile, torch, shardc
+        >>> folder, model = tempfile.mkdtemp(), torch.nn.Linear(8, 4)
+        >>> shardc.save(folder, model, extra={"epoch": 1}, step=10).wait().name
+        'step-00000010'
+        >>> loaded = shardc.load(folder, model)
+        >>> loaded["step"], loaded["extra"]
+        (10, {'epoch': 1})
     """
     check_request(path, module, optimizer, step, keep)
     module = unwrapped(module)

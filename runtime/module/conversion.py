@@ -57,8 +57,17 @@ def conversion_on(mesh: Any, device: torch.device | str = "cpu") -> Conversion:
 def shard_batch(local: Any, device_mesh: DeviceMesh, spec: P) -> Any:
     """A DTensor of the global batch from each rank's own part of it: ``shard_batch(mine, mesh, P("dp"))``.
 
-    ``local``: a tensor, of the same shape on every rank, or a tuple, list, dict or dataclass of such tensors. All are
-    cut alike; numbers and None stay. The global shape is the local one times the ranks that cut each dim.
+    Args:
+        local: a tensor, of the same shape on every rank, or a tuple, list, dict or dataclass of such tensors. All are
+            cut alike; numbers and None stay.
+        device_mesh: of the job.
+        spec: how the global batch is cut.
+
+    Returns:
+        ``local`` with a DTensor for each tensor; its global shape is the local one times the ranks that cut each dim.
+
+    Raises:
+        ShardingError: without a DeviceMesh, a P or a tensor.
     """
     if not isinstance(device_mesh, DeviceMesh):
         problem, remedy = "only the ranks of a job hold shards", "give the DeviceMesh of init_device_mesh"

@@ -34,14 +34,23 @@ Specs = Mapping[str, P | None]
 def shard_loader(loader: DataLoader[Any], mesh: Any, specs: P | Specs) -> ShardedLoader:
     """A loader of the same global batches, of which each rank reads its own rows alone.
 
-    The batch size is the global one. ``specs``: how every tensor of a batch is cut, ``P("dp")``, or by name,
-    ``{"ids": P("dp"), "scale": None}``. Names are globs over those that annotations have; in a tuple they are ``0``,
-    ``1``, ..., a batch that is a tensor is ``batch``. All cut dim 0, the rows, alike. A tensor with ``None`` or ``P()``
-    stays plain, equal on all ranks. On a Mesh of virtual ranks whole plain batches come out.
-
     All ranks iterate together. The order of samples is that of the mesh's first rank, in each epoch. Batches that do
     not divide are cut as ``torch.chunk`` cuts them, and may leave ranks without rows. ``collate_fn`` gets this rank's
     samples; it returns a row for each, and the same sizes of other dims on all ranks.
+
+    Args:
+        loader: of the whole data set; its batch size is the global one.
+        mesh: a DeviceMesh, or a Mesh of virtual ranks, on which whole plain batches come out.
+        specs: how every tensor of a batch is cut, ``P("dp")``, or by name, ``{"ids": P("dp"), "scale": None}``. Names
+            are globs over those that annotations have; in a tuple they are ``0``, ``1``, ..., a batch that is a tensor
+            is ``batch``. All cut dim 0, the rows, alike. A tensor with ``None`` or ``P()`` stays plain, equal on all
+            ranks.
+
+    Returns:
+        An iterable of batches in the containers of ``loader``.
+
+    Raises:
+        ShardingError: for a loader that has no global batches, as that of an IterableDataset or a DistributedSampler.
     """
     table = {"*": specs} if isinstance(specs, P) else specs
     _check(loader, table)

@@ -195,7 +195,23 @@ def _suggested_spec(spec: Any) -> str:
 
 
 def annotate(x: torch.Tensor, spec: P) -> torch.Tensor:
-    """Annotate a value inside a model with a sharding, which its gradient gets too. The identity outside shardc."""
+    """Annotate a value inside a model with a sharding, which its gradient gets too. The identity outside shardc.
+
+    Args:
+        x: a tensor that the model computes.
+        spec: an entry for each dim, ``P("dp", None, "tp")``.
+
+    Returns:
+        The same tensor.
+
+    Raises:
+        ShardingError: for a spec that is no P, and a value that is no tensor.
+
+    Examples:
+        >>> import torch, shardc
+        >>> shardc.annotate(torch.ones(2), shardc.P("dp"))
+        tensor([1., 1.])
+    """
     caller = sys._getframe(1)
     who = f"annotate ({os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno})"
     if not isinstance(spec, P):

@@ -86,11 +86,13 @@ def merge_parts(axes: Iterable[AxisPart]) -> Axes:
 class Mesh:
     """A description of devices as a grid with named axes: no process, no device.
 
-    >>> mesh = Mesh(dp=2, tp=4)
-    >>> mesh.axis_names, mesh.shape, mesh.size
-    (('dp', 'tp'), (2, 4), 8)
-
     ``device_ids`` names the rank at each position, row-major over the axes; without it position is rank.
+
+    Examples:
+        >>> from shardc import Mesh
+        >>> mesh = Mesh(dp=2, tp=4)
+        >>> mesh.axis_names, mesh.shape, mesh.size
+        (('dp', 'tp'), (2, 4), 8)
     """
 
     axis_names: tuple[str, ...]

@@ -28,7 +28,20 @@ class Blocks:
 
 
 def blocks(count: int, *axes: str) -> Blocks:
-    """Cut each of ``count`` equal blocks of a dim, as a fused q, k, v weight needs: ``P(None, blocks(3, "tp"))``."""
+    """Cut each of ``count`` equal blocks of a dim, as a fused q, k, v weight needs.
+
+    Args:
+        count: the number of blocks.
+        axes: mesh axes, major first.
+
+    Returns:
+        An entry of a P.
+
+    Examples:
+        >>> import shardc
+        >>> shardc.P(None, shardc.blocks(3, "tp"))
+        P(None, blocks(3, 'tp'))
+    """
     entry = Blocks(count, axes)
     if not isinstance(count, int) or count < 1 or not axes or not all(isinstance(axis, str) for axis in axes):
         problem = "blocks takes a count, 1 or more, and axes"
@@ -53,6 +66,13 @@ class P:
     all further dims open; missing trailing dims are whole. ``P()`` is replicated. An axis may be a part, ``"tp:(2)2"``.
     Lower ``priority`` propagates first: one number for all cuts, or a tuple with one for each dim; an open dim stays as
     it is until its turn.
+
+    Examples:
+        >>> from shardc import Mesh, P
+        >>> P(("dp", "tp"), None, ...)
+        P(('dp', 'tp'), None, ...)
+        >>> P("dp", "tp").sharding(Mesh(dp=2, tp=4), (6, 64), "x").local_shape((6, 64))
+        (3, 16)
     """
 
     OPEN = _Open()

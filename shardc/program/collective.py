@@ -123,7 +123,8 @@ class Collective:
 
     def __repr__(self) -> str:
         when = self.phase if self.times == 1 else f"{self.phase} {self.times} times"
-        return f"<{self.name}: {self.kind} over {', '.join(self.axes)}, {when}, {self.wire_bytes} bytes sent>"
+        name = f"{self.name}: " if self.name else ""
+        return f"<{name}{self.kind} over {', '.join(self.axes)}, {when}, {self.wire_bytes} bytes sent>"
 
     @property
     def share(self) -> Any:

@@ -50,26 +50,32 @@ def register_rule(
         shardc.register_rule(torch.ops.mine.matmul.default, "m k, k n -> m n", linear="0 1")
 
     A factor on results and operands may be cut with no communication. One that stands in operands alone may be cut too
-    and leaves a partial result, combined by ``reduce`` (``sum``, ``max`` or ``min``). ``whole="d"`` names factors that
-    must not be cut: they are gathered first. ``(b t)`` is one dim of two factors, ``1`` a dim that is never cut,
-    ``...`` all leading dims, ``_`` a tensor that is not looked at and is whole on every rank; a dim of size 1 where
-    others have more is broadcast. ``linear`` lists operands in which the op is linear, so that an open sum may pass:
-    ``"0 1"`` in operand 0 and in operand 1, ``"01"`` in both together.
-
-    Where the rule depends on the call, ``spec`` is a function of it (``call.args``, ``call.operands``,
-    ``call.results``, tensors as types) that returns the text, or None for a call that has to run whole. An op that
-    names sizes is told one rank's: ``sizes=1`` says that ``args[1]`` is the shape of the first result, and
-    ``local(call, shard)`` gives any arguments that differ, by position, from the call in global and in local types.
+    and leaves a partial result. ``(b t)`` is one dim of two factors, ``1`` a dim that is never cut, ``...`` all leading
+    dims, ``_`` a tensor that is not looked at and is whole on every rank; a dim of size 1 where others have more is
+    broadcast. Check a rule with ``shardc.check_rule(op, *args)``. Register on every rank, before the model is compiled.
 
     A reduced factor is cut only where it divides, since the op would count the padding of an uneven cut, which reads 0
-    (-inf for ``max``, inf for ``min``). ``uneven=True`` says that such elements leave the result as it is; it holds by
-    itself where the op is linear in operands that have the factor.
+    (-inf for ``max``, inf for ``min``).
 
-    A rule of shardc's own is replaced with ``override=True`` alone. Check a rule with
-    ``shardc.check_rule(op, *args)``. Register on every rank, before the model is compiled.
+    Args:
+        op: an overload of an op.
+        spec: where the rule depends on the call, a function of it (``call.args``, ``call.operands``, ``call.results``,
+            tensors as types) that returns the text, or None for a call that has to run whole.
+        linear: operands in which the op is linear, so that an open sum may pass: ``"0 1"`` in operand 0 and in operand
+            1, ``"01"`` in both together.
+        whole: factors that must not be cut, ``"d"``: they are gathered first.
+        reduce: ``sum``, ``max`` or ``min``, which combines a partial result.
+        sizes: of an op that names sizes, which is told one rank's: ``sizes=1`` says that ``args[1]`` is the shape of
+            the first result.
+        local: ``local(call, shard)`` gives any arguments that differ, by position, from the call in global and in local
+            types.
+        uneven: the padding of an uneven cut leaves the result as it is; this holds by itself where the op is linear in
+            operands that have the factor.
+        override: replace a rule of shardc's own.
 
-    Raises a ShardingError here where the spec does not fit the op's schema, and when a model is compiled where it does
-    not fit a call.
+    Raises:
+        ShardingError: where the spec does not fit the op's schema, and, when a model is compiled, where it does not fit
+            a call.
     """
     op = overload_of(op)
     who = f"register_rule({op})"
@@ -219,8 +225,19 @@ def check_rule(op: Any, *args: Any, **kwargs: Any) -> None:
 
     Each factor that may be cut is cut in 2 and in 3 pieces where that divides it, and every two factors at once; the op
     runs on every piece, the results are put together as the rule says, and compared with the op on the whole. Operands
-    named in ``linear`` are split in two terms. A ShardingError says in which factor the rule is wrong, or that it
-    has none to cut. Choose sizes that 2 and 3 divide, and float64.
+    named in ``linear`` are split in two terms. Choose sizes that 2 and 3 divide, and float64.
+
+    Args:
+        op: an overload of an op.
+        *args: of a call of it.
+        **kwargs: of a call of it.
+
+    Raises:
+        ShardingError: which says in which factor the rule is wrong, or that it has none to cut.
+
+    Examples:
+        >>> import torch, shardc
+        >>> shardc.check_rule(torch.ops.aten.mm.default, torch.ones(6, 12).double(), torch.ones(12, 6).double())
     """
     case = case_of(overload_of(op), args, kwargs)
     remedy = "name the factor in whole=, or give it another place in the spec"

@@ -31,9 +31,22 @@ def balance(
     The greatest sum of a stage's weights is minimal. Ties go to the most even cuts (least sum of squares), then to
     those of fewest bytes, then to the first. Exact for integers and floats of any size.
 
-    ``received``: the bytes that a stage ``[start, end)`` receives, or a number for a cut before each unit. ``forced``:
-    indices that must be among the cuts. Raises a ShardingError for fewer units than stages, for more forced cuts than
-    stages have, and for weights that are not finite numbers of 0 or more.
+    Args:
+        weights: of the units in order, finite numbers of 0 or more.
+        num_stages: at most as many as there are units.
+        received: the bytes that a stage ``[start, end)`` receives, or a number for a cut before each unit.
+        forced: indices that must be among the cuts.
+
+    Returns:
+        The cuts.
+
+    Raises:
+        ShardingError: for fewer units than stages, for more forced cuts than stages have, and for other weights.
+
+    Examples:
+        >>> import shardc
+        >>> shardc.balance([3, 1, 1, 1, 2, 4], 3)
+        (2, 5)
     """
     exact, forced = exact_weights(weights), tuple(sorted(set(forced)))
     check_stages(len(exact), num_stages, forced)

@@ -89,15 +89,32 @@ def schedule(
 ) -> Schedule:  # fmt: skip
     """The compute-only schedule of a name: ``gpipe``, ``1f1b``, ``interleaved``, ``zb-h1``, ``auto`` and others.
 
-    ``num_stages``: of the whole model. ``num_ranks``: by default as many, and half as many for ``interleaved``,
-    ``interleaved-zb`` and ``zb-v``. ``in_flight``: a cap on the microbatches of a rank between forward and backward,
-    for ``1f1b``, ``zb-h1`` and ``zb-h2``. ``edges``: the ways of messages, from earlier stages to later ones in forward
-    and back in backward; by default a chain.
-
     ``auto`` is the fastest by ``costs`` of all named schedules and those of a list scheduler that need at most
     ``memory`` bytes on any rank and, if ``place`` is given, have each stage on that rank.
 
-    Raises a ShardingError for an unknown name and for counts that do not fit it.
+    Args:
+        name: of a schedule.
+        num_stages: of the whole model.
+        num_microbatches: of a step.
+        num_ranks: by default as many as stages, and half as many for ``interleaved``, ``interleaved-zb`` and ``zb-v``.
+        in_flight: a cap on the microbatches of a rank between forward and backward, for ``1f1b``, ``zb-h1`` and
+            ``zb-h2``.
+        edges: the ways of messages, from earlier stages to later ones in forward and back in backward; by default a
+            chain.
+        costs: seconds and bytes of each stage, for ``auto``.
+        memory: bytes of a rank, for ``auto``.
+        place: the rank of each stage, for ``auto``.
+
+    Returns:
+        The actions of each rank in order, to check and to simulate.
+
+    Raises:
+        ShardingError: for an unknown name and for counts that do not fit it.
+
+    Examples:
+        >>> import shardc
+        >>> [" ".join(map(str, actions)) for actions in shardc.schedule("1f1b", 2, 3).actions]
+        ['0F0 0F1 0B0 0F2 0B1 0B2', '1F0 1B0 1F1 1B1 1F2 1B2']
     """
     names = (*ORDERS, "auto")
     if name not in names:

@@ -41,6 +41,9 @@ class Suggestion(Mapping[str, Any]):
     reasons: tuple[str, ...] = ()
     axis_links: Mapping[str, str] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        return f"<{self.summary()}>"
+
     def __getitem__(self, key: str) -> Any:
         return {name: getattr(self, name) for name in KEYS}[key]
 

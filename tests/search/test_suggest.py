@@ -91,6 +91,10 @@ def test_a_suggestion_trains_on_virtual_ranks(suggested: tuple[Suggestion, ...])
 
 
 @pytest.mark.xdist_group("suggested")
+def test_a_suggestion_shows_itself_in_one_line(suggested: tuple[Suggestion, ...]) -> None:
+    assert [repr(each) for each in suggested] == [f"<{each.summary()}>" for each in suggested]
+
+
 def test_parallelize_takes_a_suggestion_as_it_is(suggested: tuple[Suggestion, ...]) -> None:
     model, args = small_model()
     expected = model(*args).item()

@@ -83,12 +83,14 @@ def test_weights_come_from_a_folder_and_go_back() -> None:
         assert torch.equal(saved[name], exported[name])
 
 
+@pytest.mark.sweep  # about a minute
 def test_a_plan_for_7_b_on_16_gpus_fits() -> None:
     parameters, plan = importlib.import_module("plan_7b").main(mesh="16", zero=3, remat=Remat("model.layers.*"))
     assert parameters == 6_738_415_616 and plan.mesh.size == 16
     assert plan.fits and plan.memory["peak"] < 80e9
     stored = sum(plan.memory[each] for each in ("parameters", "gradients", "optimizer"))
-    assert stored == pytest.approx(16 * parameters / 16, rel=0.02)  # float32, and Adam's two states, cut 16 times
+    # A parameter takes 4 bytes and 2 for its copy in bfloat16, its gradient 4, its states of Adam 8; all are cut.
+    assert stored == 18 * parameters // 16
     assert plan["zero"] == Zero("dp", 3) and plan["precision"] == Precision() and "shardc.Zero" in plan.text()
 
 
