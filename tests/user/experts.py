@@ -1,4 +1,4 @@
-"""Task 3: a model like Mixtral, whose experts are cut over an axis of their own or each over tp."""
+"""Task 3: a model like Mixtral, whose experts are each cut over tp, or are whole and spread over dp."""
 
 import torch
 from llama import SIZES, train
@@ -9,7 +9,7 @@ from shardc import Mesh, P
 
 DATA = {"input_ids": P("dp"), "labels": P("dp")}
 INSIDE = DATA | {"*.o_proj.weight": P(None, "tp"), "*.experts.down_proj": P(None, None, "tp")}
-WHOLE = DATA | {"*.experts.*_proj": P("ep")}
+WHOLE = DATA | {"*.experts.*_proj": P("dp")}
 
 
 def main():
@@ -17,7 +17,7 @@ def main():
     config = MixtralConfig(**SIZES | {"num_hidden_layers": 1}, num_local_experts=4, output_router_logits=True)
     model, ids = MixtralForCausalLM(config), torch.randint(128, (8, 16))
     inside = shardc.parallelize(model, Mesh(dp=2, tp=2), INSIDE)
-    whole = shardc.parallelize(model, Mesh(dp=2, ep=2), WHOLE)
+    whole = shardc.parallelize(model, Mesh(dp=4), WHOLE)
     return train(inside, ids), train(whole, ids), train(model, ids)
 
 

@@ -51,6 +51,7 @@ def test_an_own_loop_accumulates_clips_evaluates_samples_and_resumes(own_loop: A
     assert losses[-1] < losses[0] and len(tokens) == 7
 
 
+@pytest.mark.sweep
 @pytest.mark.xdist_group("gloo")
 def test_the_own_loop_is_the_same_under_torchrun(own_loop: Any, tmp_path: Path) -> None:
     losses, evaluated, tokens = torchrun("own_loop.py", str(tmp_path))
@@ -61,7 +62,7 @@ def test_a_llama_trains_with_tensor_parallelism_and_zero() -> None:
     assert same(*importlib.import_module("llama").main())
 
 
-def test_experts_are_cut_inside_or_over_an_axis_of_their_own() -> None:
+def test_experts_are_each_cut_or_spread_over_ranks() -> None:
     inside, whole, expected = importlib.import_module("experts").main()
     assert same(inside, expected) and same(whole, expected)
 
@@ -83,7 +84,7 @@ def test_weights_come_from_a_folder_and_go_back() -> None:
         assert torch.equal(saved[name], exported[name])
 
 
-@pytest.mark.sweep  # about a minute
+@pytest.mark.sweep  # a minute or two
 def test_a_plan_for_7_b_on_16_gpus_fits() -> None:
     parameters, plan = importlib.import_module("plan_7b").main(mesh="16", zero=3, remat=Remat("model.layers.*"))
     assert parameters == 6_738_415_616 and plan.mesh.size == 16
@@ -98,6 +99,7 @@ def test_a_pipeline_trains_in_two_stages() -> None:
     assert same(*importlib.import_module("stages").main())
 
 
+@pytest.mark.sweep
 @pytest.mark.xdist_group("gloo")
 def test_the_pipeline_has_a_stage_a_rank_under_torchrun() -> None:
     assert same(*torchrun("stages.py"))
@@ -139,6 +141,7 @@ def test_tokens_come_from_a_cache_cut_by_heads() -> None:
     assert tokens == expected and len(tokens) == 19 and programs <= 3
 
 
+@pytest.mark.sweep
 @pytest.mark.xdist_group("gloo")
 def test_tokens_are_the_same_under_torchrun() -> None:
     (tokens, expected), programs = torchrun("inference.py")
