@@ -251,6 +251,7 @@ class TestOnVirtualRanks:
 
     def test_many_signatures_are_warned_of(self, monkeypatch):
         monkeypatch.setattr("shardc.runtime.module.runtime.MAX_PROGRAMS", 2)
+        monkeypatch.setattr("shardc.runtime.module.call_sizes.MAX_REGIONS", 0)
         _, parallel = models()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

@@ -82,7 +82,8 @@ def plain(self: Model, x: Tensor, scale: float = 1.0, *, shift: Any = None) -> T
     return y if shift is None else y + shift
 
 
-def test_shapes_and_numbers_compile_once_each_in_any_order() -> None:
+def test_shapes_and_numbers_compile_once_each_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardc.runtime.module.call_sizes.MAX_REGIONS", 0)
     model = Counted(plain)
     calls = [((rows(n),), {"scale": s}) for n in (2, 4, 8) for s in (1.0, 2.0, 3)]
     for _ in range(2):
@@ -247,6 +248,7 @@ def test_gradients_on_and_off_and_a_default_dtype_are_part_of_it() -> None:
 
 def test_more_signatures_than_are_kept_are_warned_of_with_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardc.runtime.module.runtime.MAX_PROGRAMS", 2)
+    monkeypatch.setattr("shardc.runtime.module.call_sizes.MAX_REGIONS", 0)
     model = Counted(plain)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
