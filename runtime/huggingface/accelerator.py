@@ -38,7 +38,7 @@ def become_one_device(accelerator: Accelerator, model: ParallelModule) -> None:
     if is_on_ranks(model):
         _check_set_up(accelerator, model)
     kind: Any = type(accelerator)
-    accelerator.__class__ = _one_device(kind)
+    accelerator.__class__ = joined(OneDevice, kind)
     agreement = None if model.shardc.gate is None else model.shardc.gate.agreement
     accelerator._gate = None if agreement is None else Gate(agreement, f"a DataLoader of {type(model).__name__}", "1")
 
@@ -74,9 +74,10 @@ def device_of(model: ParallelModule) -> torch.device:
 
 
 @functools.cache
-def _one_device(kind: Any) -> Any:
+def joined(further: Any, kind: Any) -> Any:
+    """A subclass of a class by its own name, with the methods of a further class before its own."""
     body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return new_class(kind.__name__, (OneDevice, kind), {}, lambda namespace: namespace.update(body))
+    return new_class(kind.__name__, (further, kind), {}, lambda namespace: namespace.update(body))
 
 
 class OneDevice(Accelerator):

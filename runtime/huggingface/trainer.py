@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import new_class
 from typing import Any
 
 from torch import nn
@@ -16,7 +14,7 @@ from shardc.language.errors import ShardingError
 from ..checkpoint.export import whole_state
 from ..module.module import ParallelModule, is_on_ranks
 from ..pipeline.module import PipelineModule
-from .accelerator import become_one_device, device_of, is_of_the_job, states_whole
+from .accelerator import become_one_device, device_of, is_of_the_job, joined, states_whole
 from .draws import load_draws, save_draws
 
 WHO = "a Trainer of a parallel module"
@@ -26,7 +24,7 @@ def adopt(trainer: Trainer, model: ParallelModule) -> None:
     """Let a Trainer train a parallel module; a ShardingError for arguments that do not fit one."""
     if not isinstance(trainer, ParallelTrainer):
         kind: Any = type(trainer)
-        trainer.__class__ = _parallel_trainer(kind)
+        trainer.__class__ = joined(ParallelTrainer, kind)
     if not is_on_ranks(model):
         return
     for name, value, problem, remedy in _misfits(trainer.args, model):
@@ -62,12 +60,6 @@ def _misfits(args: Any, model: ParallelModule) -> list[tuple[str, Any, str, str]
         remedy = "say save_only_model=True, or save_strategy='no' and call shardc.save in a callback"
         found.append(("save_strategy", str(args.save_strategy.value), problem, remedy))
     return found
-
-
-@functools.cache
-def _parallel_trainer(kind: Any) -> Any:
-    body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return new_class(kind.__name__, (ParallelTrainer, kind), {}, lambda namespace: namespace.update(body))
 
 
 class ParallelTrainer(Trainer):

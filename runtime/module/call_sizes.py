@@ -39,7 +39,7 @@ class CompiledRegion(Protocol):
 
 @dataclass(slots=True)
 class Region:
-    """A region, and whether it was found to be right for another call than that which it was compiled at."""
+    """A region, and whether its program has equalled one that was compiled for a single call."""
 
     compiled: CompiledRegion
     is_confirmed: bool = False
@@ -47,7 +47,7 @@ class Region:
 
 @dataclass(slots=True)
 class CallSizes:
-    """What was compiled of calls that differ in the sizes of tensors alone.
+    """The compiled programs of calls that differ only in the sizes of tensors.
 
     State: ``alone``, the latest that were compiled for themselves; ``regions``; ``num_tried`` regions.
     """

@@ -1,10 +1,9 @@
 """Task 12: tokens with a cache, on virtual ranks or under torchrun."""
 
 import os
-import sys
 
 import torch
-import torch.distributed as dist
+from hf_gpt2 import is_first_rank, leave
 from llama import SIZES
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -31,9 +30,6 @@ def main():
 
 if __name__ == "__main__":
     result = main()
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         print(*result, sep="\n")
-    if dist.is_initialized():
-        dist.destroy_process_group()
-        sys.stdout.flush()
-        os._exit(0)
+    leave()

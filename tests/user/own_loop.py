@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from gpt import GPT, Config
+from hf_gpt2 import is_first_rank, leave
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -76,9 +76,6 @@ def main(folder, ranks=2):
 
 if __name__ == "__main__":
     result = main(Path(sys.argv[1]))
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         print(*result, sep="\n")
-    if dist.is_initialized():
-        dist.destroy_process_group()
-        sys.stdout.flush()
-        os._exit(0)
+    leave()

@@ -1,11 +1,10 @@
 """Task 8: a pipeline of two stages with ZeRO inside them; under torchrun one stage a rank."""
 
 import os
-import sys
 
 import torch
-import torch.distributed as dist
 from gpt import GPT, Config
+from hf_gpt2 import is_first_rank, leave
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardc
@@ -46,9 +45,6 @@ def main():
 
 if __name__ == "__main__":
     result = main()
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         print(*result, sep="\n")
-    if dist.is_initialized():
-        dist.destroy_process_group()
-        sys.stdout.flush()
-        os._exit(0)
+    leave()
