@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from shardc.capture.annotations import Match, annotate_output, annotating
 from shardc.capture.assembly import TraceSignature, assemble
+from shardc.capture.blocks.calls import BlockCalls, watching
 from shardc.capture.call import (
     CallingConvention,
     OutputLeaves,
@@ -192,6 +194,8 @@ class _Joint:
     has_guards: bool = False
     tangents: tuple[Input, ...] = ()
     opaque: list[Opaque] = field(default_factory=list)
+    has_blocks: bool = True
+    blocks: BlockCalls | None = None
 
     def __post_init__(self) -> None:
         parameters, buffers, self.aliases = state_names(self.model)
@@ -209,6 +213,16 @@ class _Joint:
         self.device = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
 
     def trace(self) -> fx.GraphModule:
+        """The graph of the model, with blocks that are alike traced once where nothing is in the way of that."""
+        try:
+            return self._trace_path()
+        except Exception:
+            if self.blocks is None or not self.blocks.placed:
+                raise
+        self.has_blocks = False
+        return self._trace_path()
+
+    def _trace_path(self) -> fx.GraphModule:
         """The graph of the model's eager path, else of its path for compilers.
 
         Without guards if possible; else with those of torch's ops; else also with those of numbers that the model
@@ -234,6 +248,7 @@ class _Joint:
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
         fake_log = logging.getLogger("torch._subclasses.fake_tensor")
         with (
+            watching(self.model) as alike,
             borrow(self.model, self.train),
             preserved(named_arguments(self.model.forward, self.args, self.kwargs)),
             torch.inference_mode(False),
@@ -262,7 +277,10 @@ class _Joint:
                 )
                 for put in self.inputs
             ]
+            self.alike = alike if self.has_blocks and not self.has_guards else []
             traced = make_fx(dispatch_functionalize(self.run, FunctionalTensorMode()), decompositions())(*fakes)
+            assert self.blocks is not None
+            self.blocks.write_out(traced)
             hold_opaques(traced)
             self.masks.check(traced.graph)
             return traced
@@ -285,6 +303,10 @@ class _Joint:
         guards = self.guards if self.has_guards else None
         self.tracker = SourceTracker(self.model, self.modules, self.refusals, guards, self.region)
         self.guards.begin(self.values)
+        self.blocks = BlockCalls(
+            self.model, self.alike, self.tracker, self.masks.check, self.region and self.region.shapes
+        )
+        self.blocks.stand_in()
         with self.tracker, torch.set_grad_enabled(self.train):
             self.outputs, results, self.output_tree = output_leaves(self.model(*args, **kwargs), objects)
             self.objects, left = objects.after({leaf.path for _, leaf in self.outputs if isinstance(leaf, Returned)})
@@ -355,7 +377,8 @@ class SourceTracker(TorchDispatchMode):
     only for whole numbers, which may be sizes.
 
     State: ``modules``, the paths of the running modules; ``by_sequence``, by the sequence number of an autograd node
-    the source of the op that made it; ``count``, the calls of forward; ``latest``, the source of backward's last op.
+    the source of the op that made it; ``count``, the calls of forward; ``latest``, the source of backward's last op;
+    ``outer``, the number of the autograd node in whose backward a trace apart is made, else -1.
     """
 
     supports_higher_order_operators = True
@@ -370,11 +393,27 @@ class SourceTracker(TorchDispatchMode):
         self.phase: Phase = "forward"
         self.sources: dict[fx.Node, Source] = {}
         self.by_sequence: dict[int, Source] = {}
-        self.latest, self.count = Source(), 0
+        self.latest, self.count, self.outer = Source(), 0, -1
         for path, entry in annotations.items():
             annotate: Any = lambda module, args, output, entry=entry: annotate_output(output, entry)  # noqa: E731
             model.get_submodule(path).register_forward_hook(annotate)
         follow_modules(model, self.modules)
+
+    @contextmanager
+    def apart(self, path: str) -> Iterator[None]:
+        """In the block it is active for a trace apart, of the module of this path; it goes on as before after it."""
+        before = self.phase, self.latest, self.count, list(self.modules), self.outer
+        self.phase, self.modules[:], self.outer = "forward", [path], _current_sequence()
+        try:
+            with self:
+                yield
+        finally:
+            self.phase, self.latest, self.count, self.modules[:], self.outer = before
+
+    @property
+    def place(self) -> Source:
+        """Where the model is."""
+        return Source(self.modules[-1] if self.modules else "", marks=marks_passed())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if isinstance(func, HigherOrderOperator) and str(func) in REPLACED:
@@ -419,13 +458,19 @@ class SourceTracker(TorchDispatchMode):
             raise error from reason
 
     def _source(self) -> Source:
-        autograd_node = torch._C._current_autograd_node()
-        if autograd_node is None and self.phase == "forward":
+        sequence = _current_sequence()
+        if sequence == self.outer and self.phase == "forward":
             line = user_location(sys._getframe(2), stop=_Joint.run.__code__)
             source = Source(self.modules[-1] if self.modules else "", line, marks=marks_passed(), ordinal=self.count)
             self.count += 1
-            self.by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, source)
+            self.by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, source)  # type: ignore[attr-defined]
             return source
-        if autograd_node is not None and (known := self.by_sequence.get(autograd_node._sequence_nr())):
+        if sequence != self.outer and (known := self.by_sequence.get(sequence)):
             self.latest = replace(known, phase=self.phase)
         return self.latest
+
+
+def _current_sequence() -> int:
+    """The sequence number of the autograd node whose backward runs; -1 where none does."""
+    node = torch._C._current_autograd_node()
+    return -1 if node is None else int(node._sequence_nr())

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from operator import is_
 from types import CellType, FunctionType, SimpleNamespace
 from typing import Any
 
@@ -25,9 +26,7 @@ def borrow(model: nn.Module, train: bool) -> Iterator[None]:
     """
     modules = list(model.modules())
     configs = {id(config): config for module in modules if (config := getattr(module, "config", None)) is not None}
-    attributes = [(vars(module), dict(vars(module))) for module in modules]
-    values = [value for own, _ in attributes for value in own.values()]
-    containers = [(value, value.copy()) for value in values if isinstance(value, (dict, list))]
+    before = copied_attributes(model)
     with ExitStack() as stack:
         stack.enter_context(_forget_cached_results(modules))
         for config in configs.values() if train else ():
@@ -36,9 +35,26 @@ def borrow(model: nn.Module, train: bool) -> Iterator[None]:
         try:
             yield
         finally:
-            for container, content in [*attributes, *containers]:
+            for container, content in before:
                 container.clear()
                 (container.extend if isinstance(container, list) else container.update)(content)
+
+
+def copied_attributes(model: nn.Module) -> list[tuple[Any, Any]]:
+    """The attributes of all modules, and the dicts and lists among them, each with a copy of it."""
+    attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
+    values = [value for own, _ in attributes for value in own.values()]
+    return [*attributes, *((value, value.copy()) for value in values if isinstance(value, (dict, list)))]
+
+
+def are_unchanged(copied: list[tuple[Any, Any]]) -> bool:
+    """Whether attributes, dicts and lists hold the objects that they held when they were copied."""
+
+    def entries(container: Any) -> list[Any]:
+        return [*container, *container.values()] if isinstance(container, dict) else container
+
+    pairs = ((entries(own), entries(before)) for own, before in copied)
+    return all(len(one) == len(other) and all(map(is_, one, other)) for one, other in pairs)
 
 
 @contextmanager

@@ -64,13 +64,17 @@ class LatestState:
 
     def read(self, model: nn.Module) -> tuple[State, ModelTensors]:
         """The model's state, the same object while nothing changes; its parameters and buffers by kind and name."""
-        memo: dict[int, Hashable] = {}
-        if not self._modules or not all(each.is_same(memo) for each in self._modules):
+        if not self.is_same():
             self._state, self._tensors = model_state(model), dict(tensors_of(model))
             self.is_training = any(module.training for module in model.modules())
-            memo = {}
+            memo: dict[int, Hashable] = {}
             self._modules = [_ModuleBefore(module, memo) for module in model.modules()]
         return self._state, self._tensors
+
+    def is_same(self) -> bool:
+        """Whether the model that was read last is what it was then."""
+        memo: dict[int, Hashable] = {}
+        return bool(self._modules) and all(each.is_same(memo) for each in self._modules)
 
 
 class _ModuleBefore:

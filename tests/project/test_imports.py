@@ -71,7 +71,8 @@ LOADS_MODELS = {
     "shardc.cli.targets.model",
 }  # commands import it once they need a model
 MAY_READ_TORCHS_META = {
-    "shardc.capture.capture", "shardc.capture.assembly", "shardc.capture.values.refusals", "shardc.program.node",
+    "shardc.capture.capture", "shardc.capture.blocks.template", "shardc.capture.assembly",
+    "shardc.capture.values.refusals", "shardc.program.node",
     "shardc.program.opaque",
 }  # fmt: skip
 MAY_CUT_GRAPHS = {

@@ -1,0 +1,1 @@
+"""Blocks of a model that are alike, which are traced once."""

@@ -1,0 +1,234 @@
+"""Calls of blocks that are alike: two nodes each in the graph of the model while that is traced, written out then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from itertools import count
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from shardc.capture.blocks.alike import MIN_ALIKE, Alike, alike_blocks
+from shardc.capture.blocks.template import BlockCall, NotAlikeError, Template, Traced, Tracker
+from shardc.capture.model_state import LatestState
+from shardc.program.node import is_getitem
+from shardc.program.provenance import Source
+
+MAX_TEMPLATES = 4  # of blocks that are alike but are not called alike; further calls are traced where they are
+_KEYS = count()
+_ALIVE: WeakValueDictionary[int, Placed] = WeakValueDictionary()  # by the key that torch's ops take
+
+
+@dataclass(eq=False)
+class Placed:
+    """A call of a block in the graph of the model. ``traced``: with the backward that it has, once it has one."""
+
+    path: str
+    template: Template
+    source: Source
+    start: int
+    traced: Traced = field(init=False)
+    key: int = field(default_factory=lambda: next(_KEYS))
+
+    def __post_init__(self) -> None:
+        self.traced = self.template.alone
+        _ALIVE[self.key] = self
+
+    def source_of(self, node: fx.Node) -> Source | None:
+        """The source of a node of the traced call as one of this block."""
+        traced, source = self.traced, self.traced.sources.get(node)
+        if source is None:
+            return None
+        module = self.path + source.module.removeprefix(traced.path) if _is_in(source.module, traced.path) else ""
+        ordinal = source.ordinal if source.ordinal < 0 else source.ordinal - traced.start + self.start
+        return replace(source, module=module or source.module, marks=self.source.marks, ordinal=ordinal)
+
+
+def _is_in(path: str, block: str) -> bool:
+    return path == block or path.startswith(f"{block}.")
+
+
+@dataclass(eq=False)
+class BlockCalls:
+    """The calls of a model's alike blocks in one trace. ``check``, ``shapes``: of ``Template``.
+
+    State: ``placed``, the calls that are nodes of the graph; ``templates`` by what they were traced for; ``states`` of
+    the blocks, by path, before the model runs.
+    """
+
+    model: nn.Module
+    groups: Sequence[Alike]
+    tracker: Tracker
+    check: Callable[[fx.Graph], None]
+    shapes: Any
+    placed: list[Placed] = field(default_factory=list)
+    templates: dict[Hashable, list[Template]] = field(default_factory=dict)
+    states: dict[str, LatestState] = field(default_factory=dict)
+    is_tracing: bool = False
+
+    def stand_in(self) -> None:
+        """Let calls of the blocks come here until the model's attributes are given back."""
+        with torch._C.DisableTorchFunction():  # modes would see each reading of a shape
+            for alike in self.groups:
+                for path, block in alike.blocks.items():
+                    block.__dict__["forward"] = self._standing(alike, path, block.forward)
+                    self.states[path] = LatestState()
+                    self.states[path].read(block)
+
+    def _standing(self, alike: Alike, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(forward)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.is_tracing:
+                return forward(*args, **kwargs)
+            try:
+                with torch._C.DisableTorchFunction():
+                    call = BlockCall.of(alike.blocks[path], args, kwargs)
+                    key = alike, call.key
+                    if not self.states[path].is_same():
+                        raise NotAlikeError  # hooks or attributes were set since
+                template = self._known(key, call.block) or self._new_template(alike, key, path, call, forward)
+            except Exception:  # it says what is wrong where it is traced
+                return forward(*args, **kwargs)
+            return self._place(path, template, call)
+
+        return call
+
+    def _known(self, key: Hashable, block: nn.Module) -> Template | None:
+        """The template that stands for a call of a block already."""
+        return next((each for each in self.templates.get(key, ()) if each.stands_for(block)), None)
+
+    def _new_template(
+        self, alike: Alike, key: Hashable, path: str, call: BlockCall, forward: Callable[..., Any]
+    ) -> Template:
+        """A call of a block, traced to stand for others. Raises a NotAlikeError where it would not for enough."""
+        if alike.attempts == MAX_TEMPLATES or alike.count_like(call.block) < MIN_ALIKE:
+            raise NotAlikeError
+        alike.attempts += 1
+        with self.tracing():
+            template = Template(self.model, path, call, forward, alike, self.tracker, self.check, self.shapes)
+        self.templates.setdefault(key, []).append(template)
+        return template
+
+    def _place(self, path: str, template: Template, call: BlockCall) -> Any:
+        """The result of a call that becomes a node."""
+        placed = Placed(path, template, self.tracker.place, self.tracker.count)
+        self.placed.append(placed)
+        results = _Call.apply(self, placed, *call.operands)
+        self.tracker.count = placed.start + template.alone.count
+        return template.returned(results, call.operands)
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """In the block of code a template is traced, in which no other block stands in."""
+        before, self.is_tracing = self.is_tracing, True
+        try:
+            yield
+        finally:
+            self.is_tracing = before
+
+    def write_out(self, traced: fx.GraphModule) -> None:
+        """Put what each call computes in its place in the traced graph.
+
+        Raises a NotAlikeError where the model has tensors of a block that it did not return.
+        """
+        if any(isinstance(tensor, (FakeTensor, FunctionalTensor)) for tensor in _constants(traced)):
+            raise NotAlikeError
+        values = dict[int, dict[fx.Node, fx.Node]]()
+        for node in list(traced.graph.nodes):
+            if node.target is torch.ops.shardc.block.default:
+                placed = _ALIVE[node.args[0]]
+                nodes = placed.traced.placeholders
+                known = values[placed.key] = dict(zip(nodes, node.args[1], strict=False))
+                self._write(traced, node, placed, placed.traced.forward, known)
+                _replace(node, [known[each] for each in placed.traced.results])
+            elif node.target is torch.ops.shardc.block_backward.default:
+                placed = _ALIVE[node.args[0]]
+                known, operands = values[placed.key], placed.traced.placeholders[len(placed.template.layouts) :]
+                known.update(zip(operands, node.args[1], strict=True))
+                self._write(traced, node, placed, placed.traced.backward, known)
+                _replace(node, [known[each] for each in placed.traced.gradients if each is not None])
+
+    def _write(
+        self, traced: fx.GraphModule, before: fx.Node, placed: Placed, nodes: Sequence[fx.Node],
+        known: dict[fx.Node, fx.Node],
+    ) -> None:  # fmt: skip
+        with traced.graph.inserting_before(before):
+            for node in nodes:
+                copied = known[node] = traced.graph.node_copy(node, known.__getitem__)
+                if node.op == "get_attr":
+                    copied.target = f"_block_constant_{placed.key}_{node.target}"
+                    setattr(traced, copied.target, getattr(placed.traced.root, str(node.target)))
+                source = placed.source_of(node)
+                if source is not None:
+                    self.tracker.sources[copied] = source
+
+
+def _constants(traced: fx.GraphModule) -> Iterator[Any]:
+    return (getattr(traced, str(node.target)) for node in traced.graph.find_nodes(op="get_attr"))
+
+
+def _replace(node: fx.Node, results: Sequence[fx.Node]) -> None:
+    for user in list(node.users):
+        assert is_getitem(user), user
+        user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
+        node.graph.erase_node(user)
+    node.graph.erase_node(node)
+
+
+@contextmanager
+def watching(model: nn.Module) -> Iterator[list[Alike]]:
+    """The model's blocks that are alike, whose attributes are watched in the block of code."""
+    found = alike_blocks(model)
+    with ExitStack() as stack:
+        for alike in found:
+            stack.enter_context(alike.watching())
+        yield found
+
+
+class _Call(torch.autograd.Function):
+    @staticmethod
+    def forward(calls: BlockCalls, placed: Placed, *operands: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.ops.shardc.block(placed.key, operands))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.calls, ctx.placed, *_ = inputs
+        layouts = zip(output, ctx.placed.template.results, strict=True)
+        ctx.mark_non_differentiable(*(each for each, layout in layouts if not layout.requires_grad))
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        placed, template = ctx.placed, ctx.placed.template
+        given = {i: tangent for i, tangent in enumerate(tangents) if tangent is not None}
+        with ctx.calls.tracing():
+            placed.traced = template.joint(given)
+        gradients = iter(torch.ops.shardc.block_backward(placed.key, list(given.values())))
+        ctx.calls.tracker.latest = placed.source_of(placed.traced.backward[-1])
+        found = iter(placed.traced.gradients)
+        needed = (layout.requires_grad and next(found) is not None for layout in template.layouts)
+        return None, None, *(next(gradients) if each else None for each in needed)
+
+
+def _never(key: int, operands: Sequence[Tensor]) -> list[Tensor]:
+    raise AssertionError("a call of a block is written out before anything runs")
+
+
+def _results(key: int, operands: Sequence[Tensor]) -> list[Tensor]:
+    return [layout.empty() for layout in _ALIVE[key].template.results]
+
+
+def _gradients(key: int, operands: Sequence[Tensor]) -> list[Tensor]:
+    return [layout.empty() for layout in _ALIVE[key].traced.gradient_layouts]
+
+
+for _name, _fake in (("block", _results), ("block_backward", _gradients)):
+    _schema = "(int key, Tensor[] operands) -> Tensor[]"
+    torch.library.custom_op(f"shardc::{_name}", _never, mutates_args=(), schema=_schema).register_fake(_fake)

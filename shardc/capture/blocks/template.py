@@ -1,0 +1,336 @@
+"""A block of a model as traced once: the graph of a call of it, forward alone or with its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+from shardc.capture.blocks.alike import Alike, values_of
+from shardc.capture.containers import Tree, flatten, rebuild
+from shardc.capture.decompositions import decompositions
+from shardc.capture.model import are_unchanged, borrow, copied_attributes, replace_tensors, state_names
+from shardc.program.node import is_view, last_node
+from shardc.program.provenance import Phase, Source
+
+ENDS = ("placeholder", "output")
+PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)  # what a block may take and return but tensors
+
+
+class NotAlikeError(Exception):
+    """A block that has to be traced where it is called, or the backward of one."""
+
+
+class Tracker(Protocol):
+    """Notes the source of each node that is traced while it is active.
+
+    ``count``: the ops of forward so far; ``latest``: the source of backward's last op.
+    """
+
+    sources: dict[fx.Node, Source]
+    phase: Phase
+    count: int
+    latest: Source
+
+    @property
+    def place(self) -> Source:
+        """Where the model is."""
+
+    def apart(self, path: str) -> AbstractContextManager[None]:
+        """In the block of code it is active for a trace apart, of the module of this path."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """All of a tensor that a trace depends on."""
+
+    shape: tuple[Any, ...]
+    stride: tuple[Any, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @staticmethod
+    def of(tensor: Tensor) -> Layout:
+        """The layout of a tensor. Raises a NotAlikeError for one that is not strided."""
+        if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+            raise NotAlikeError
+        return Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+
+    @property
+    def key(self) -> Hashable:
+        """Equal to that of another layout where both are the same; symbolic sizes are compared by expression."""
+        sizes = tuple(each if isinstance(each, int) else each.node.expr for each in (*self.shape, *self.stride))
+        return sizes, self.dtype, self.device, self.requires_grad
+
+    def empty(self, requires_grad: bool = False) -> Tensor:
+        """A new tensor of this layout."""
+        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        return tensor.requires_grad_(requires_grad)
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor that a call is given, by its place among all of them."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A tensor that a call makes and returns, by its place among all of them."""
+
+    index: int
+
+
+@dataclass(frozen=True, eq=False)
+class BlockCall:
+    """A call of a block: its arguments, taken apart, and the block's own tensors.
+
+    ``leaves``: of the arguments, an Operand for a tensor; ``operands``: each tensor once. ``state``: the index of the
+    operand for each parameter and buffer of the block, by name; ``aliases``: further names.
+    """
+
+    block: nn.Module
+    tree: Tree
+    leaves: tuple[Any, ...]
+    state: Mapping[str, int]
+    aliases: Mapping[str, str]
+    operands: tuple[Tensor, ...]
+
+    @staticmethod
+    def of(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BlockCall:
+        """The call of a block with these arguments. Raises a NotAlikeError for arguments of other kinds."""
+        places, operands = dict[int, int](), list[Tensor]()
+
+        def place(tensor: Tensor) -> int:
+            if id(tensor) not in places:
+                places[id(tensor)] = len(operands)
+                operands.append(tensor)
+            return places[id(tensor)]
+
+        leaves, tree = _plain((tuple(args), dict(kwargs)))
+        described = tuple(Operand(place(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        parameters, buffers, aliases = state_names(block)
+        state = {name: place(tensor) for name, tensor in {**parameters, **buffers}.items()}
+        return BlockCall(block, tree, described, state, aliases, tuple(operands))
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for calls that are traced alike, for blocks that are."""
+        modes = (
+            torch.is_grad_enabled(), torch.get_default_dtype(),
+            *((kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in ("cpu", "cuda")),
+        )  # fmt: skip
+        leaves = tuple((type(leaf), repr(leaf)) for leaf in self.leaves)  # -0.0 is not 0.0, 1 not True
+        layouts = tuple(Layout.of(operand).key for operand in self.operands)
+        return self.tree, leaves, tuple(self.state.items()), tuple(self.aliases.items()), layouts, modes
+
+    def arguments(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, with other tensors in place of the operands."""
+        leaves = (tensors[leaf.index] if isinstance(leaf, Operand) else leaf for leaf in self.leaves)
+        arguments: tuple[tuple[Any, ...], dict[str, Any]] = rebuild(self.tree, leaves)
+        return arguments
+
+
+def _plain(value: Any) -> tuple[list[Any], Tree]:
+    """The leaves of arguments or of a result, and its tree. Raises a NotAlikeError for what is not plain."""
+    leaves, tree = flatten(value)
+    trees = [tree]
+    while trees:
+        each = trees.pop()
+        if each.kind not in (None, tuple, dict):
+            raise NotAlikeError
+        trees += each.children
+    if not all(type(leaf) in PLAIN or isinstance(leaf, Tensor) for _, leaf in leaves):
+        raise NotAlikeError
+    return [leaf for _, leaf in leaves], tree
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A traced call: placeholders for the operands, and for gradients of some results; results; gradients.
+
+    ``results`` and ``gradients`` (None where an operand has none) are nodes; ``forward``: those before the backward;
+    ``sources`` and the number of ops of forward, ``count``, as they were for the block ``path``.
+    """
+
+    root: fx.GraphModule
+    results: tuple[fx.Node, ...]
+    gradients: tuple[fx.Node | None, ...]
+    forward: tuple[fx.Node, ...]
+    backward: tuple[fx.Node, ...]
+    sources: Mapping[fx.Node, Source]
+    path: str
+    start: int
+    count: int
+
+    @property
+    def gradient_layouts(self) -> list[Layout]:
+        """The layouts of the gradients that there are."""
+        return [Layout.of(node.meta["val"]) for node in self.gradients if node is not None]
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        """The operands, then the gradients that come in."""
+        return [node for node in self.root.graph.nodes if node.op == "placeholder"]
+
+
+@dataclass(eq=False)
+class Template:
+    """A block that stands for those like it. ``call``: the one that is traced; ``shapes``: of the region of sizes.
+
+    ``check`` raises an error for a graph that may not stand for others.
+
+    State: ``results``, the layouts of the tensors that it makes and returns; ``tree`` and ``leaves`` of all that it
+    returns, an Operand or a Result for a tensor; ``joints``, with the backward, by the gradients that come in.
+    """
+
+    model: nn.Module
+    path: str
+    call: BlockCall
+    own_forward: Callable[..., Any]
+    alike: Alike
+    tracker: Tracker
+    check: Callable[[fx.Graph], None]
+    shapes: Any
+    results: tuple[Layout, ...] = ()
+    tree: Tree = field(init=False)
+    leaves: tuple[Any, ...] = ()
+    joints: dict[Hashable, Traced] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.layouts = [Layout.of(operand) for operand in self.call.operands]
+        self._modes = _Modes()
+        with self.alike.noting() as self._read:
+            self.alone = self._trace({})
+        self._values = values_of(self.call.block, self._read)
+
+    def stands_for(self, block: nn.Module) -> bool:
+        """Whether a block that is alike has what this one has read of attributes."""
+        return values_of(block, self._read) == self._values
+
+    def returned(self, results: Sequence[Tensor], operands: Sequence[Tensor]) -> Any:
+        """What a call returns, of the tensors that it makes and those that it was given."""
+        tensors = {Operand: operands, Result: results}
+        leaves = (tensors[type(leaf)][leaf.index] if type(leaf) in tensors else leaf for leaf in self.leaves)
+        return rebuild(self.tree, leaves)
+
+    def joint(self, given: Mapping[int, Tensor]) -> Traced:
+        """The call with its backward, for gradients like these of results, by index."""
+        layouts = {i: Layout.of(gradient) for i, gradient in given.items()}
+        key = tuple((i, layout.key) for i, layout in layouts.items())
+        if key not in self.joints:
+            self.joints[key] = self._trace(layouts)
+        return self.joints[key]
+
+    def _trace(self, given: Mapping[int, Layout]) -> Traced:
+        found: dict[str, Any] = {}
+
+        def run(*tensors: Tensor) -> list[Tensor | None]:
+            operands, tangents = tensors[: len(self.layouts)], tensors[len(self.layouts) :]
+            start = self.tracker.count
+            with self.tracker.apart(self.path), borrow(self.model, train=False), self._modes.again():
+                results = self._forward(operands)
+                found["start"], found["count"] = start, self.tracker.count - start
+                found["last"] = last_node(get_proxy_mode().tracer.graph)  # type: ignore[union-attr]
+                gradients: Sequence[Tensor | None] = []
+                if given:
+                    sources = [operand for operand in operands if operand.requires_grad]
+                    self.tracker.phase = "backward"
+                    starts = [results[i] for i in given]
+                    with torch.autocast(results[0].device.type, enabled=False):
+                        gradients = torch.autograd.grad(starts, sources, tangents, allow_unused=True)
+                return [*(each.detach() for each in results), *operands, *gradients]
+
+        fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=self.shapes)
+        with _disable_current_modes(), fake_mode, enable_python_dispatcher():
+            fakes = [layout.empty(layout.requires_grad) for layout in self.layouts]
+            fakes += [layout.empty() for layout in given.values()]
+            root = make_fx(dispatch_functionalize(run, FunctionalTensorMode()), decompositions())(*fakes)
+        return self._traced(root, **found)
+
+    def _forward(self, operands: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors that the block returns."""
+        tensors = {name: operands[i] for name, i in self.call.state.items()}
+        replace_tensors(self.call.block, tensors, self.call.aliases)
+        before = copied_attributes(self.model)
+        args, kwargs = self.call.arguments(operands)
+        output = self.own_forward(*args, **kwargs)
+        if not are_unchanged(before):
+            raise NotAlikeError  # it changes attributes of modules
+        leaves, self.tree = _plain(output)
+        places = {id(operand): i for i, operand in enumerate(operands)}
+        results = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in places]
+        made = {id(result): i for i, result in enumerate(results)}
+        if len(made) < len(results) or not made:
+            raise NotAlikeError
+        self.leaves = tuple(
+            leaf if not isinstance(leaf, Tensor)
+            else Operand(places[id(leaf)]) if id(leaf) in places else Result(made[id(leaf)])
+            for leaf in leaves
+        )  # fmt: skip
+        self.results = tuple(map(Layout.of, results))
+        return results
+
+    def _traced(self, root: fx.GraphModule, start: int, count: int, last: fx.Node) -> Traced:
+        nodes = list(root.graph.nodes)
+        placeholders = [node for node in nodes if node.op == "placeholder"]
+        returned: Any = last_node(root.graph).args[0]
+        num, end = len(self.results), len(self.results) + len(self.layouts)
+        results = tuple(map(_without_detach, returned[:num]))
+        if list(returned[num:end]) != placeholders[: len(self.layouts)]:
+            raise NotAlikeError  # it writes to an argument or a buffer
+        if any(_owner(node) in placeholders for node in results) or len({*map(_owner, results)}) < num:
+            raise NotAlikeError  # what is written to a result would be written to an argument
+        self.check(root.graph)
+        split = nodes.index(last) + 1
+        forward, backward = (
+            tuple(node for node in part if node.op not in ENDS) for part in (nodes[:split], nodes[split:])
+        )
+        return Traced(
+            root, results, tuple(returned[end:]), forward, backward, self.tracker.sources, self.path, start, count
+        )
+
+
+def _without_detach(node: fx.Node) -> fx.Node:
+    while node.target is torch.ops.aten.detach.default:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _owner(node: fx.Node) -> fx.Node:
+    """The node in whose memory the value of a node lies."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+class _Modes:
+    """Whether gradients are on, and what autocast does, as they are when this is made."""
+
+    def __init__(self) -> None:
+        self.has_grad = torch.is_grad_enabled()
+        self.autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in ("cpu", "cuda")
+        ]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """In the block of code they are so again."""
+        (cpu, *first), (cuda, *second) = self.autocast
+        with (
+            torch.set_grad_enabled(self.has_grad),
+            torch.autocast(cpu, dtype=first[0], enabled=first[1]),  # type: ignore[arg-type]
+            torch.autocast(cuda, dtype=second[0], enabled=second[1]),  # type: ignore[arg-type]
+        ):
+            yield

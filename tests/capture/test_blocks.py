@@ -1,0 +1,341 @@
+"""Blocks that are alike are traced once, and the captured program is the one that all of them traced would give."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+import shardc.capture.blocks.calls as calls
+from shardc import Precision
+from shardc.capture.capture import capture
+from shardc.compile_region import is_same_program
+from shardc.program.program import Program
+
+COUNT = 4
+
+
+class Block(nn.Module):
+    """Counts how often it is traced."""
+
+    traced = 0
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.norm, self.lift, self.lower = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Any:
+        Block.traced += 1
+        return x + self.lower(F.gelu(self.lift(self.norm(x))))
+
+
+class Stack(nn.Module):
+    """Blocks one after the other."""
+
+    def __init__(self, make: Callable[[int], nn.Module] = Block) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.blocks = nn.ModuleList(make(i) for i in range(COUNT))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+class Dropping(Block):
+    """Draws."""
+
+    def forward(self, x: Tensor) -> Any:
+        return F.dropout(super().forward(x), 0.5)
+
+
+class Returning(Block):
+    """Returns an argument as it is, and a result that the last block's caller does not use."""
+
+    def forward(self, x: Tensor, bias: Tensor) -> Any:
+        y = super().forward(x)
+        return y + bias, bias, y.mean(-1)
+
+
+class Sharing(Stack):
+    """A bias for all blocks, and what the first ones return beside."""
+
+    def __init__(self) -> None:
+        super().__init__(Returning)
+        self.bias = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        means, bias, x = [], self.bias * 2, x * self.scale
+        for block in self.blocks:
+            x, bias, mean = block(x, bias=bias)
+            means.append(mean)
+        return x.square().mean() + torch.stack(means[:-1]).sum()
+
+
+class Tied(Stack):
+    """Blocks of one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks[1:]:
+            block.lift.weight = self.blocks[0].lift.weight
+
+
+class Alternating(Block):
+    """Half of the blocks differ by an attribute."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = super().forward(x)
+        return x.tanh() if self.index % 2 else x
+
+
+class ByKind(Block):
+    """Two kinds of blocks, of which an attribute tells."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.kind = "wide" if index < COUNT - 1 else "narrow"
+
+    def forward(self, x: Tensor) -> Any:
+        x = super().forward(x)
+        return x if self.kind == "wide" else x.tanh()
+
+
+def results_of(program: Program) -> list[Any]:
+    """What each output of a program is, as a tree of calls, whatever their order is."""
+    trees: dict[fx.Node, int] = {}
+    for i, node in enumerate(program.graph.nodes):
+        if node.op != "output":
+            args = fx.map_arg((node.args, node.kwargs), trees.__getitem__)
+            trees[node] = hash((i if node.op == "placeholder" else str(node.target), repr(args), program.types(node)))
+    return [node and trees[node] for node in program.results]
+
+
+def same_with_and_without(
+    model: nn.Module, *args: Any, patch: pytest.MonkeyPatch, is_in_order: bool = True, **options: Any
+) -> None:
+    """Check that the capture with blocks traced once is the one without, the sources of its nodes included.
+
+    ``is_in_order``: sums of what several blocks share come where they come without.
+    """
+    once = capture(model, args, {}, **options)
+    with patch.context() as context:
+        context.setattr(calls, "alike_blocks", lambda model: [])
+        each = capture(model, args, {}, **options)
+    assert once.convention.outputs == each.convention.outputs
+    assert once.program.notes == each.program.notes
+    assert results_of(once.program) == results_of(each.program)
+    if not is_in_order:
+        return
+    assert is_same_program(once.program, each.program)
+    for one, other in zip(once.program.graph.nodes, each.program.graph.nodes, strict=True):
+        source, expected = once.program.source(one), each.program.source(other)
+        assert (one.name, source, source.ordinal) == (other.name, expected, expected.ordinal)
+
+
+@pytest.mark.parametrize(
+    "make", [Stack, lambda: Stack(Dropping), Sharing, Tied], ids=["plain", "draws", "shares", "tied"]
+)
+@pytest.mark.parametrize("kind", ["train", "no grad", "precision", "autocast", "frozen"])
+def test_the_program_is_that_of_all_blocks(make: Callable[[], nn.Module], kind: str, monkeypatch: Any) -> None:
+    model = make()
+    options: dict[str, Any] = {"train": kind != "no grad"}
+    if kind == "precision":
+        options["precision"] = Precision()
+    if kind == "frozen":
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("lower" in name)
+    with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+        is_in_order = not isinstance(model, Sharing | Tied)
+        same_with_and_without(model, torch.randn(3, 8), patch=monkeypatch, is_in_order=is_in_order, **options)
+
+
+def test_a_block_is_traced_forward_and_with_its_backward(monkeypatch: Any) -> None:
+    monkeypatch.setattr(Block, "traced", 0)
+    capture(Stack(), (torch.randn(3, 8),), {})
+    assert Block.traced == 2
+    monkeypatch.setattr(Block, "traced", 0)
+    capture(Stack(), (torch.randn(3, 8),), {}, train=False)
+    assert Block.traced == 1
+
+
+def test_blocks_that_differ_by_an_attribute_are_traced_each(monkeypatch: Any) -> None:
+    same_with_and_without(Stack(Alternating), torch.randn(3, 8), patch=monkeypatch)
+
+
+def test_blocks_of_the_commonest_kind_are_traced_once(monkeypatch: Any) -> None:
+    same_with_and_without(Stack(ByKind), torch.randn(3, 8), patch=monkeypatch)
+    monkeypatch.setattr(Block, "traced", 0)
+    capture(Stack(ByKind), (torch.randn(3, 8),), {}, train=False)
+    assert Block.traced == 2
+
+
+# What a block may do besides: each is found, and its model captured whole.
+
+
+class Scaled(Block):
+    """Reads its index."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) / (self.index + 1)
+
+
+class Normed(Block):
+    """Writes to buffers."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.batch = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.batch(super().forward(x))
+
+
+class Remembering(Block):
+    """Keeps a tensor, which the model reads."""
+
+    def forward(self, x: Tensor) -> Any:
+        self.latest = x.mean()
+        return super().forward(x)
+
+
+class Writing(Block):
+    """Writes to its argument."""
+
+    def forward(self, x: Tensor) -> Any:
+        x.mul_(2)
+        return super().forward(x)
+
+
+class Viewing(Block):
+    """Returns a view of its argument, to which the model writes."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) if self.training is None else x.view(-1, 8)
+
+
+class Counted(Block):
+    """Counts in the model, which reads it."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.counts: list[int] = []
+
+    def forward(self, x: Tensor) -> Any:
+        self.counts.append(1)
+        return super().forward(x)
+
+
+class Effects(Stack):
+    """Reads what blocks leave behind."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        for block in self.blocks:
+            y = block(x)
+            if isinstance(block, Viewing):
+                y += 1
+                y = y + x
+            x = y
+        latest = [block.latest for block in self.blocks if hasattr(block, "latest")]
+        counts = [sum(block.counts) for block in self.blocks if hasattr(block, "counts")]
+        return x.square().mean() + sum(latest) + sum(counts)
+
+
+class Leaking(Stack):
+    """Hears of tensors inside of blocks, by hooks that are set before it runs or as it does."""
+
+    def __init__(self, is_late: bool) -> None:
+        super().__init__()
+        self.is_late, self.heard = is_late, list[Tensor]()
+        if not is_late:
+            self.hook()
+
+    def hook(self) -> None:
+        for block in self.blocks:
+            block.lift.register_forward_hook(lambda module, args, output: self.hear(output))
+
+    def hear(self, output: Tensor) -> Tensor:
+        self.heard.append(output.mean())
+        return output
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.heard.clear()
+        if self.is_late:
+            self.hook()
+        loss = super().forward(x)
+        return loss + torch.stack(self.heard).sum()
+
+
+LOG: list[Tensor] = []
+
+
+class Logging(Block):
+    """Leaves tensors where nothing of the model is."""
+
+    def forward(self, x: Tensor) -> Any:
+        LOG.append(x.mean())
+        return super().forward(x)
+
+
+class Logged(Stack):
+    """Reads them."""
+
+    def __init__(self) -> None:
+        super().__init__(Logging)
+
+    def forward(self, x: Tensor) -> Tensor:
+        LOG.clear()
+        loss = super().forward(x)
+        return loss + torch.stack(LOG).sum()
+
+
+EFFECTS = {
+    "reads its index": lambda: Stack(Scaled),
+    "writes to buffers": lambda: Stack(Normed),
+    "keeps a tensor": lambda: Effects(Remembering),
+    "writes to its argument": lambda: Effects(Writing),
+    "returns a view": lambda: Effects(Viewing),
+    "appends to a list": lambda: Effects(Counted),
+    "hooks": functools.partial(Leaking, False),
+    "hooks set late": functools.partial(Leaking, True),
+    "a global list": Logged,
+}
+
+
+@pytest.mark.parametrize("what", EFFECTS)
+@pytest.mark.filterwarnings("ignore:hooks of")
+def test_what_blocks_do_besides_is_in_the_program(what: str, monkeypatch: Any) -> None:
+    torch.manual_seed(0)
+    model, x = EFFECTS[what](), torch.randn(3, 8)
+    same_with_and_without(model, x, patch=monkeypatch)
+    LOG.clear()
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = Stack(Scaled)
+    before = [(type(module), dict(vars(module))) for module in model.modules()]
+    capture(model, (torch.randn(3, 8),), {})
+    assert [(type(module), dict(vars(module))) for module in model.modules()] == before
+
+
+class Registered(Block):
+    """A class that hears of its subclasses."""
+
+    heard: ClassVar[list[str]] = []
+
+    def __init_subclass__(cls) -> None:
+        Registered.heard.append(cls.__name__)
+
+
+def test_a_class_does_not_hear_of_what_stands_for_it() -> None:
+    capture(Stack(Registered), (torch.randn(3, 8),), {})
+    assert not Registered.heard
