@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import CodeType
 from typing import Any
 
 import torch
@@ -378,7 +379,8 @@ class SourceTracker(TorchDispatchMode):
 
     State: ``modules``, the paths of the running modules; ``by_sequence``, by the sequence number of an autograd node
     the source of the op that made it; ``count``, the calls of forward; ``latest``, the source of backward's last op;
-    ``outer``, the number of the autograd node in whose backward a trace apart is made, else -1.
+    ``outer``, the number of the autograd node in whose backward a trace apart is made, else -1; ``stop``, the code
+    that runs the model.
     """
 
     supports_higher_order_operators = True
@@ -393,27 +395,28 @@ class SourceTracker(TorchDispatchMode):
         self.phase: Phase = "forward"
         self.sources: dict[fx.Node, Source] = {}
         self.by_sequence: dict[int, Source] = {}
-        self.latest, self.count, self.outer = Source(), 0, -1
+        self.latest, self.count, self.outer, self.stop = Source(), 0, -1, _Joint.run.__code__
         for path, entry in annotations.items():
             annotate: Any = lambda module, args, output, entry=entry: annotate_output(output, entry)  # noqa: E731
             model.get_submodule(path).register_forward_hook(annotate)
         follow_modules(model, self.modules)
 
     @contextmanager
-    def apart(self, path: str) -> Iterator[None]:
-        """In the block it is active for a trace apart, of the module of this path; it goes on as before after it."""
-        before = self.phase, self.latest, self.count, list(self.modules), self.outer
-        self.phase, self.modules[:], self.outer = "forward", [path], _current_sequence()
+    def apart(self, path: str, stop: CodeType) -> Iterator[None]:
+        """In the block it is active for a trace apart, of the module of this path, which the code ``stop`` runs."""
+        before = self.phase, self.latest, self.count, list(self.modules), self.outer, self.stop
+        self.phase, self.modules[:], self.outer, self.stop = "forward", [path], _current_sequence(), stop
         try:
             with self:
                 yield
         finally:
-            self.phase, self.latest, self.count, self.modules[:], self.outer = before
+            self.phase, self.latest, self.count, self.modules[:], self.outer, self.stop = before
 
     @property
     def place(self) -> Source:
         """Where the model is."""
-        return Source(self.modules[-1] if self.modules else "", marks=marks_passed())
+        line = user_location(sys._getframe(1), stop=self.stop)
+        return Source(self.modules[-1] if self.modules else "", line, marks=marks_passed())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if isinstance(func, HigherOrderOperator) and str(func) in REPLACED:
@@ -460,7 +463,7 @@ class SourceTracker(TorchDispatchMode):
     def _source(self) -> Source:
         sequence = _current_sequence()
         if sequence == self.outer and self.phase == "forward":
-            line = user_location(sys._getframe(2), stop=_Joint.run.__code__)
+            line = user_location(sys._getframe(2), stop=self.stop)
             source = Source(self.modules[-1] if self.modules else "", line, marks=marks_passed(), ordinal=self.count)
             self.count += 1
             self.by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, source)  # type: ignore[attr-defined]

@@ -50,6 +50,13 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
+class OfTorch(nn.Sequential):
+    """Has no line of its own."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh())
+
+
 class Dropping(Block):
     """Draws."""
 
@@ -142,7 +149,9 @@ def same_with_and_without(
 
 
 @pytest.mark.parametrize(
-    "make", [Stack, lambda: Stack(Dropping), Sharing, Tied], ids=["plain", "draws", "shares", "tied"]
+    "make",
+    [Stack, lambda: Stack(Dropping), lambda: Stack(OfTorch), Sharing, Tied],
+    ids=["plain", "draws", "of torch", "shares", "tied"],
 )
 @pytest.mark.parametrize("kind", ["train", "no grad", "precision", "autocast", "frozen"])
 def test_the_program_is_that_of_all_blocks(make: Callable[[], nn.Module], kind: str, monkeypatch: Any) -> None:

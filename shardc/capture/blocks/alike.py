@@ -13,7 +13,8 @@ from torch import nn
 from shardc.capture.model_state import model_state
 from shardc.capture.signature import State, fingerprint
 
-MIN_ALIKE = 3  # modules; a block that stands for others is traced about one and a half times
+MIN_ALIKE = 3  # blocks; one that stands for others is traced about one and a half times
+MIN_MODULES = 3  # of a block, itself among them; a smaller one is traced as fast as it is looked up
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 Attribute = tuple[str, str]  # the path of a module in a block, and a name
@@ -118,7 +119,7 @@ def alike_blocks(model: nn.Module) -> list[Alike]:
             continue
         groups = defaultdict[Hashable, dict[str, tuple[nn.Module, State]]](dict)
         for name, block in container.named_children():
-            if not _has_hooks(block) and next(block.parameters(), None) is not None:
+            if len(list(block.modules())) >= MIN_MODULES and not _has_hooks(block):
                 state = model_state(block)
                 groups[_structure(state)][f"{path}.{name}" if path else name] = block, state
         for group in groups.values():

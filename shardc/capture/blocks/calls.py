@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import wraps
 from itertools import count
 from typing import Any
@@ -48,7 +48,8 @@ class Placed:
             return None
         module = self.path + source.module.removeprefix(traced.path) if _is_in(source.module, traced.path) else ""
         ordinal = source.ordinal if source.ordinal < 0 else source.ordinal - traced.start + self.start
-        return replace(source, module=module or source.module, marks=self.source.marks, ordinal=ordinal)
+        location = source.location or self.source.location  # of the line that calls a block of torch's own modules
+        return Source(module or source.module, location, source.phase, self.source.marks, ordinal)
 
 
 def _is_in(path: str, block: str) -> bool:

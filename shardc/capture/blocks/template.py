@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any, Protocol
 
 import torch
@@ -45,8 +46,8 @@ class Tracker(Protocol):
     def place(self) -> Source:
         """Where the model is."""
 
-    def apart(self, path: str) -> AbstractContextManager[None]:
-        """In the block of code it is active for a trace apart, of the module of this path."""
+    def apart(self, path: str, stop: CodeType) -> AbstractContextManager[None]:
+        """In the block of code it is active for a trace apart, of the module of this path, which ``stop`` runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +240,7 @@ class Template:
         def run(*tensors: Tensor) -> list[Tensor | None]:
             operands, tangents = tensors[: len(self.layouts)], tensors[len(self.layouts) :]
             start = self.tracker.count
-            with self.tracker.apart(self.path), borrow(self.model, train=False), self._modes.again():
+            with self.tracker.apart(self.path, run.__code__), borrow(self.model, train=False), self._modes.again():
                 results = self._forward(operands)
                 found["start"], found["count"] = start, self.tracker.count - start
                 found["last"] = last_node(get_proxy_mode().tracer.graph)  # type: ignore[union-attr]
