@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardc import compiler
+from shardc.cache.cache import Cache
 from shardc.capture.annotations import Match, Spec, annotated_parameters, annotations_about, check_annotations
 from shardc.capture.call import input_values, rebuild_call, state_of
 from shardc.capture.values.region import Symbols
@@ -219,6 +221,7 @@ def compile(
     optimizer: str = ADAM,
     fixed: tuple[Pin, ...] = (),
     strict: bool = False,
+    cache: str | os.PathLike[str] | None = None,
 ) -> Compiled:
     """Capture a model, propagate a few annotations to every value, and rewrite it for each rank of a mesh.
 
@@ -242,6 +245,8 @@ def compile(
         optimizer: ``adam``, ``adamw``, ``momentum`` or ``sgd``, whose states count as memory and its step as time.
         fixed: shardings that are settled already and stand above annotations.
         strict: a ShardingError for every op that has no rule and every gather that no annotation asks for.
+        cache: a folder of compiled programs. What was compiled before is read: for the same model, code in files,
+            installed versions, call and options. It may be shared; nothing in it is run as it is read.
 
     Returns:
         The compiled program: ``collectives``, ``shardings``, ``memory``, ``dump``, ``explain``, ``simulate``.
@@ -260,7 +265,10 @@ def compile(
     """
     described, options = Mesh.of(mesh), Options(zero, precision, remat, bucket, pipeline, machine_of(links), optimizer)
     request = Request(described, annotations or {}, args, kwargs or {}, train, differentiable, options, fixed, strict)
-    return _compiled(model, request)
+    kept = Cache(Path(cache), Compiled) if isinstance(cache, (str, os.PathLike)) else cache
+    return (
+        _compiled(model, request) if kept is None else kept.compiled(model, request, partial(_compiled, model, request))
+    )
 
 
 def _compile_call(model: nn.Module, *, is_whole_model: bool, **asked: Any) -> Compiled:
@@ -330,6 +338,7 @@ def parallelize(
     check: Literal["first", "always", "never"] = "always",
     seed: int = 0,
     weights: str | os.PathLike[str] | Mapping[str, torch.Tensor] | None = None,
+    cache: str | os.PathLike[str] | None = None,
 ) -> ParallelModule:
     """The model as a module that runs on a mesh; the model itself is left as it was.
 
@@ -356,6 +365,7 @@ def parallelize(
             ``torch.manual_seed`` does not change it; ``module.seed = 1`` does.
         weights: the values of a model that may be on meta, a folder of safetensors files as ``save_pretrained`` writes
             it, or a state dict. On a DeviceMesh each rank reads its shards alone, when the first call is compiled.
+        cache: as in ``compile``. Of the ranks of a job the first one compiles or reads, and sends it to the others.
 
     Returns:
         A module with the names, the methods and the attributes of the model; ``program`` is what was compiled last.
@@ -382,13 +392,14 @@ def parallelize(
         "precision": precision, "remat": remat, "bucket": bucket, "links": links, "optimizer": optimizer,
         "strict": strict,
     }  # fmt: skip
-    with making_together(mesh, runtime, model, asked) as meeting:
+    with making_together(mesh, runtime, model, {**asked, "cache": cache is not None}) as meeting:
         check_model(model)
         check_annotations(annotations or {})
         check_draw(seed, 0)
         options = Options(zero, precision, remat, bucket, pipeline, machine_of(links), optimizer)
         check_call(args, kwargs, True, differentiable, strict)
-        compile_fn = partial(_compile_call, mesh=mesh, **asked)
+        kept = None if cache is None else Cache(Path(cache), Compiled, None if meeting is None else meeting.agreement)
+        compile_fn = partial(_compile_call, mesh=mesh, cache=kept, **asked)
         values = None if weights is None else weights_of(model, weights, partial(_initial_values, model))
         module = parallel_module(
             model, mesh, compile_fn, runtime, compile, options, initial, has_call, check, meeting, values

@@ -180,7 +180,7 @@ class Making:
         notes = (*filter(None, [slow_link_note(whole)]), *idle_axis_notes(whole), *map(note_of, self.unused))
         for name in (WHOLE.__name__, LOCAL.__name__):  # those that people look at
             kept[name] = replace(kept[name], notes=(*kept[name].notes, *notes))
-        request = replace(self.request, **_on_meta(self.request))
+        request = replace(self.request, **on_meta(self.request))
         return Compiled(
             self.model, kept[LOCAL.__name__], convention, Snapshots(kept), self.seconds, request, captured, rules
         )
@@ -266,7 +266,7 @@ def first_program(captured: Program, request: Request, pins: tuple[Pin, ...]) ->
     return replace(captured, mesh=mesh, pins=pins, options=options, num_stages=num_stages, notes=notes)
 
 
-def _on_meta(request: Request) -> dict[str, Any]:
+def on_meta(request: Request) -> dict[str, Any]:
     """The example inputs of a request without their values, so that they may be kept."""
     leaves, tree = flatten({"args": tuple(request.args), "kwargs": dict(request.kwargs)})
     values = [leaf for _, leaf in leaves]

@@ -138,9 +138,17 @@ class Program:
         for node in self.graph.nodes:
             new = copies[node] = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
             new.args, new.kwargs = fx.map_arg((function(node.args), function(node.kwargs)), copies.__getitem__)
-            new.meta.update({key: function(fact) for key, fact in node.meta.items() if key not in BOUND})
+            new.meta.update({key: function(fact) for key, fact in self.facts(node).items()})
         given = {each.name: function(getattr(self, each.name)) for each in fields(self) if each.init}
         return Program(**given | {"graph": graph})
+
+    def facts(self, node: fx.Node) -> dict[str, Any]:
+        """All facts about a node that do not follow from others."""
+        return {key: fact for key, fact in node.meta.items() if key not in BOUND}
+
+    def set_facts(self, node: fx.Node, facts: Mapping[str, Any]) -> None:
+        """Set the facts about a node of another program."""
+        node.meta.update(facts)
 
     def edited(self, level: Level | None = None) -> Program:
         """The same graph without the facts that were computed from it, for a pass that is about to change it."""

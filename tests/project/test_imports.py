@@ -29,6 +29,7 @@ ROOMS = (  # from the ground up: a file imports from its own room and from rooms
     "shardc.runtime",
     "shardc.compiler",
     "shardc.compile_region",
+    "shardc.cache",
     "shardc.report",
     "shardc.search",
     "shardc.api",

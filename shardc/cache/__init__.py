@@ -1,0 +1,1 @@
+"""Compiled models in a folder: what one process has compiled the next one reads."""

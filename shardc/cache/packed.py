@@ -1,0 +1,323 @@
+"""A program and its calling convention as bytes, and back.
+
+Nothing in the bytes is run as they are read: they name no function but ops, which must be torch's or shardc's own or
+registered in this process, and make no objects but tuples, dicts, numbers and dataclasses of shardc.
+"""
+
+from __future__ import annotations
+
+import io
+import operator
+import pickle
+import sys
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import reduce
+from importlib import import_module
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from shardc.capture.call import CallingConvention
+from shardc.capture.containers import LEAF, Tree
+from shardc.capture.model import plain_tensors
+from shardc.capture.signature import Constant, Signature
+from shardc.language.mesh import Mesh
+from shardc.language.rule import Rule
+from shardc.program.program import Program
+from shardc.program.provenance import Origin
+
+LARGEST = 2**24  # bytes of a tensor
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+OF_TORCH = (torch.dtype, torch.memory_format, torch.layout)
+ROOMS = ("language", "ops", "passes", "program")  # whose functions a program calls, on tensors
+LEVEL = 1  # of compression: programs repeat themselves
+
+
+class NotPackedError(Exception):
+    """What cannot be packed, or read: the message says what."""
+
+
+def pack_program(program: Program) -> bytes:
+    """A program as bytes. Raises a NotPackedError for one with opaque calls, constants among arguments, or symbols."""
+    nodes = list(program.graph.nodes)
+    targets = {node.target: _target_name(node.target) for node in nodes if node.op == "call_function"}
+    places = {target: i for i, target in enumerate(targets)}
+    heads = [(node.op, places[node.target] if node.op == "call_function" else node.target, node.name) for node in nodes]
+    indices = {node: i for i, node in enumerate(nodes)}
+    facts = [(_plain(node.args), _plain(node.kwargs), program.facts(node)) for node in nodes]
+    given = {each.name: getattr(program, each.name) for each in fields(program) if each.init and each.name != "graph"}
+    return _packed((list(targets.values()), heads), (facts, given), nodes=indices)
+
+
+def unpack_program(data: bytes) -> Program:
+    """The program of some bytes. Raises a NotPackedError for bytes of anything else."""
+    reader = _Reader(data)
+    names, heads = reader.next()
+    targets = [_target_of(name) for name in names]
+    graph = fx.Graph()
+    reader.nodes = nodes = [
+        graph.create_node(op, targets[target] if op == "call_function" else target, name=name)
+        for op, target, name in heads
+    ]
+    rows, given = reader.next()
+    program = Program(graph=graph, **given)
+    for node, (args, kwargs, facts) in zip(nodes, rows, strict=True):
+        node.args, node.kwargs = args, kwargs
+        program.set_facts(node, facts)
+    return program
+
+
+def pack_convention(convention: CallingConvention, model: nn.Module) -> bytes:
+    """How a program is called, but for what the caller knows. Raises a NotPackedError for values that are no data."""
+    held = plain_tensors(model)  # the model has these itself, with values that are in its key
+    constants = {name: None if name in held else value for name, value in convention.constants.items()}
+    return _packed((convention.outputs, convention.output_tree, constants, convention.objects))
+
+
+def unpack_convention(
+    data: bytes, model: nn.Module, forward: Callable[..., Any], signature: Signature
+) -> CallingConvention:
+    """The calling convention of a model for a call of this signature."""
+    outputs, tree, constants, objects = _Reader(data).next()
+    held = plain_tensors(model)
+    constants = {name: held[name] if value is None else value for name, value in constants.items()}
+    return CallingConvention(forward, outputs, tree, signature, constants, objects)
+
+
+# Targets of calls.
+
+
+def _target_name(target: Any) -> tuple[str, ...]:
+    if isinstance(target, torch._ops.OpOverload):
+        return ("op", *str(target).split("."))
+    if target is operator.getitem:
+        return ("getitem",)
+    if isinstance(target, FunctionType) and target.__module__.split(".")[0] == "shardc":
+        return "function", target.__module__, target.__qualname__
+    raise NotPackedError(f"it calls {getattr(target, '__name__', target)}, which is no op")
+
+
+def _target_of(name: Sequence[str]) -> Any:
+    kind, *parts = name
+    if kind == "getitem":
+        return operator.getitem
+    try:
+        if kind == "op":
+            return reduce(getattr, parts, torch.ops)
+        module, function = parts
+        package, room, *_ = module.split(".")
+        if kind == "function" and package == "shardc" and room in ROOMS:
+            return getattr(import_module(module), function)
+    except (AttributeError, ImportError, ValueError) as error:
+        raise NotPackedError(f"there is no {'.'.join(parts)}") from error
+    raise NotPackedError(f"{name} is called by no program")
+
+
+def _plain(value: Any) -> Any:
+    """Arguments of a node without classes of fx."""
+    if isinstance(value, (list, tuple)):
+        return (list if isinstance(value, list) else tuple)(map(_plain, value))
+    return {key: _plain(entry) for key, entry in value.items()} if isinstance(value, dict) else value
+
+
+# Pickles that hold data alone: what is more is a persistent id, which this file reads.
+
+
+def _packed(*values: Any, nodes: Mapping[fx.Node, int] | None = None) -> bytes:
+    """Some values, after the origins that they refer to."""
+    origins = dict[int, tuple[int, Any]]()
+    texts = list[bytes]()
+    for value in values:
+        file = io.BytesIO()
+        _Pickler(file, origins, nodes or {}).dump(value)
+        texts.append(file.getvalue())
+    table = io.BytesIO()
+    _Pickler(table, {}, nodes or {}).dump([row for _, row in origins.values()])
+    parts = [table.getvalue(), *texts]
+    sizes = b"".join(len(part).to_bytes(8, "big") for part in parts)
+    return zlib.compress(len(parts).to_bytes(8, "big") + sizes + b"".join(parts), LEVEL)
+
+
+class _Pickler(pickle.Pickler):
+    """``origins``: a row for each origin so far, by its id; those before an origin come before it."""
+
+    def __init__(self, file: Any, origins: dict[int, tuple[int, Any]], nodes: Mapping[fx.Node, int]) -> None:
+        super().__init__(file, protocol=5)
+        self.origins, self.nodes = origins, nodes
+
+    def persistent_id(self, value: Any) -> Any:
+        """What stands for a value that is no data of its own."""
+        kind = type(value)
+        if kind is fx.Node:
+            return self.nodes[value]
+        if kind is Origin:
+            return "origin", self._place(value)
+        if kind in OF_TORCH:
+            return "torch", str(value).removeprefix("torch.")
+        if kind is torch.device:
+            return "device", str(value)
+        if kind is Constant:
+            if isinstance(value.value, type):
+                return "constant class", value.value.__module__, value.value.__qualname__
+            if type(value.value) not in PLAIN:
+                raise NotPackedError(f"its output holds a {type(value.value).__name__}")
+            return "constant", value.value
+        if kind is torch.Tensor:
+            return "tensor", tuple(value.shape), value.dtype, tensor_bytes(value)
+        if kind is Tree:
+            return "tree", _tree_rows(value)
+        if isinstance(value, type):
+            return "class", value.__module__, value.__qualname__
+        return None
+
+    def reducer_override(self, value: Any) -> Any:
+        """Refuse all objects but our own dataclasses; of rules leave out what was found out about their ops."""
+        if isinstance(value, Rule):
+            return Rule, tuple(getattr(value, each.name) for each in fields(value) if each.init)
+        if _is_data(type(value)):
+            return NotImplemented
+        raise NotPackedError(f"it holds a {type(value).__module__}.{type(value).__qualname__}")
+
+    def _place(self, origin: Origin) -> int:
+        """The place of an origin; chains of them are long, so no call goes down one."""
+        todo = [origin]
+        while todo:
+            each = todo[-1]
+            before = [*filter(None, [each.previous]), *each.addends]
+            missing = [other for other in before if id(other) not in self.origins]
+            todo += missing
+            if not missing:
+                todo.pop()
+                if id(each) not in self.origins:
+                    previous = None if each.previous is None else self.origins[id(each.previous)][0]
+                    addends = tuple(self.origins[id(other)][0] for other in each.addends)
+                    row = (each.annotation, each.rank, each.value, each.via, previous, addends)
+                    self.origins[id(each)] = len(self.origins), row
+        return self.origins[id(origin)][0]
+
+
+class _Reader:
+    """Reads what ``_packed`` has written. ``nodes``: what nodes are read as."""
+
+    def __init__(self, data: bytes) -> None:
+        try:
+            text = zlib.decompress(data)
+        except zlib.error as error:
+            raise NotPackedError(str(error)) from error
+        count = int.from_bytes(text[:8], "big")
+        start, self._texts = 8 + 8 * count, list[bytes]()
+        for i in range(count):
+            size = int.from_bytes(text[8 + 8 * i : 16 + 8 * i], "big")
+            self._texts.append(text[start : start + size])
+            start += size
+        self.nodes: list[fx.Node] = []
+        self._origins: list[Origin] = []
+        for annotation, rank, value, via, previous, addends in self.next():
+            before = None if previous is None else self._origins[previous]
+            others = tuple(self._origins[i] for i in addends)
+            self._origins.append(Origin(annotation, rank, value, via, before, others))
+
+    def next(self) -> Any:
+        """The next value."""
+        return _Unpickler(io.BytesIO(self._texts.pop(0)), self.nodes, self._origins).load()
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: Any, nodes: Sequence[fx.Node], origins: Sequence[Origin]) -> None:
+        super().__init__(file)
+        self._nodes, self._origins = nodes, origins
+        self._known: dict[Any, Any] = {}
+
+    def persistent_load(self, name: Any) -> Any:
+        """The value that a persistent id stands for."""
+        if isinstance(name, int):
+            return self._nodes[name]
+        kind, *rest = name
+        if kind == "origin":
+            return self._origins[rest[0]]
+        if kind == "constant":
+            return Constant(rest[0])
+        if name not in self._known:
+            self._known[name] = _NAMED[kind](*rest)
+        return self._known[name]
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Refused: what a file may name has a persistent id."""
+        raise NotPackedError(f"it names {module}.{name}")
+
+
+def _is_data(kind: type) -> bool:
+    """Whether objects of a class are data: dataclasses and enumerations of shardc."""
+    is_own = kind.__module__.split(".")[0] == "shardc"
+    return is_own and (is_dataclass(kind) or issubclass(kind, (Enum, Mesh)))
+
+
+def _class_of(module: str, name: str) -> type:
+    found = _in_module(module, name)
+    if not _is_data(found):
+        raise NotPackedError(f"{module}.{name} is no data")
+    return found
+
+
+def _in_module(module: str, name: str) -> type:
+    if module.split(".")[0] == "shardc":
+        import_module(module)
+    try:
+        found = reduce(getattr, name.split("."), sys.modules[module])
+    except (KeyError, AttributeError) as error:
+        raise NotPackedError(f"there is no {module}.{name}") from error
+    if not isinstance(found, type):
+        raise NotPackedError(f"{module}.{name} is no class")
+    return found
+
+
+def _of_torch(name: str) -> Any:
+    value = getattr(torch, name, None)
+    if not isinstance(value, OF_TORCH):
+        raise NotPackedError(f"torch.{name} is no dtype")
+    return value
+
+
+def tensor_bytes(value: torch.Tensor) -> bytes:
+    """The values of a tensor, row by row. Raises a NotPackedError for a large one, and for one without values."""
+    if value.is_meta or value.layout is not torch.strided or value.nbytes > LARGEST:
+        raise NotPackedError(f"a tensor of {value.nbytes} bytes, on {value.device}")
+    return bytes(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).tolist())
+
+
+def _tensor_of(shape: Sequence[int], dtype: torch.dtype, data: bytes) -> torch.Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+
+
+def _tree_rows(tree: Tree) -> Any:
+    if tree.kind is None:
+        return None
+    return (tree.kind.__module__, tree.kind.__qualname__), tree.keys, tuple(map(_tree_rows, tree.children))
+
+
+def _tree_of(rows: Any) -> Tree:
+    """A tree of containers: Python's own, and classes that are not of its library."""
+    if rows is None:
+        return LEAF
+    (module, name), keys, children = rows
+    return Tree(_container(module, name), keys, tuple(map(_tree_of, children)))
+
+
+def _container(module: str, name: str) -> type:
+    package = module.split(".")[0]
+    if package in sys.stdlib_module_names and package not in ("builtins", "collections"):
+        raise NotPackedError(f"{module}.{name} is no container")
+    return _in_module(module, name)
+
+
+_NAMED: Mapping[str, Callable[..., Any]] = {
+    "class": _class_of, "torch": _of_torch, "device": torch.device, "tree": _tree_of,
+    "tensor": _tensor_of, "constant class": lambda module, name: Constant(_container(module, name)),
+}  # fmt: skip
