@@ -19,6 +19,7 @@ OUR_OWN = {
     "AssertionError",  # an invariant
     "NotImplementedError",  # a method of an abstract class
     "NoValueError", "Unwritten", "WrongRule",  # caught where they are raised, and said there
+    "NoKeyError", "NotPackedError",  # of what a cache does not keep, which it says or compiles
     "FormatError",  # what a CheckpointError of the file says
     "DynamicOutputShapeException", "DataDependentOutputException",  # torch's, which capture_error says
     "GuardError",  # a CaptureError of two findings
@@ -26,6 +27,7 @@ OUR_OWN = {
 }  # fmt: skip
 ELSEWHERE = {
     ("shardc/__init__.py", "AttributeError"),  # as Python says it
+    ("shardc/capture/blocks/alike.py", "AttributeError"),  # as Python says it
     ("shardc/language/text.py", "OSError"),  # which callers say with the file's name
     ("runtime/comm/launch.py", "RuntimeError"),  # with the traceback of another process
     ("runtime/comm/launch.py", "TimeoutError"),  # as said
