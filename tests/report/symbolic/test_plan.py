@@ -122,6 +122,7 @@ NAMES = [pytest.param(name, marks=[] if name in FEW else pytest.mark.sweep) for 
 
 
 @pytest.mark.sweep
+@pytest.mark.soak
 @pytest.mark.parametrize("name", CASES)
 def test_costs_at_50_random_sizes_of_models_and_meshes_are_those_of_a_fresh_compile(name: str) -> None:
     assert_fresh(name, CASES[name][2])
