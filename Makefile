@@ -28,7 +28,8 @@ test-all: conformance
 sweep: $(VENV)/installed-test
 	$(PYTEST) $(IN_PARALLEL) -m "sweep and not soak"
 
-# Every mismatch between ranks, every way for a rank to die, every reading, flipped bits, killed saves, costs at 50 sizes: about 15 minutes.
+# Every mismatch between ranks, every way for a rank to die, every reading, flipped bits, killed saves, costs at 50 sizes:
+# about 15 minutes.
 soak: $(VENV)/installed-test
 	$(PYTEST) -m soak
 

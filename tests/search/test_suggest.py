@@ -127,7 +127,7 @@ IN_A_PROCESS = """
 import torch, shardc
 from search_models import transformer
 model, args = transformer(width=256, samples=4, positions=32)
-for each in shardc.suggest(model, 4, args=args, links="pcie", device="h100", fix={"mesh": "2x2", "pipeline": None}, top=3):
+for each in shardc.suggest(model, 2, args=args, links="pcie", device="h100", top=3):
     print(each.to_json())
 """
 
