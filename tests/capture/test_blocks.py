@@ -231,6 +231,30 @@ class Viewing(Block):
         return super().forward(x) if self.training is None else x.view(-1, 8)
 
 
+class Halving(Block):
+    """Returns one half of its argument, to which the model writes."""
+
+    def forward(self, x: Tensor) -> Any:
+        return torch.cat([x, super().forward(x)], -1) if self.training is None else x.chunk(1)[0]
+
+
+class Penalized(Stack):
+    """Takes gradients itself, of one of the results, and of all in the end."""
+
+    def __init__(self, is_differentiated: bool) -> None:
+        super().__init__(Returning)
+        self.is_differentiated = is_differentiated
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = first = x * self.scale
+        means = []
+        for block in self.blocks:
+            x, _, mean = block(x, bias=self.scale)
+            means.append(mean)
+        [slope] = torch.autograd.grad(means[-1].sum(), [first], create_graph=self.is_differentiated, retain_graph=True)
+        return x.square().mean() + slope.square().sum() + torch.stack(means[:-1]).sum()
+
+
 class Counted(Block):
     """Counts in the model, which reads it."""
 
@@ -250,7 +274,7 @@ class Effects(Stack):
         x = x * self.scale
         for block in self.blocks:
             y = block(x)
-            if isinstance(block, Viewing):
+            if isinstance(block, Viewing | Halving):
                 y += 1
                 y = y + x
             x = y
@@ -313,6 +337,8 @@ EFFECTS = {
     "keeps a tensor": lambda: Effects(Remembering),
     "writes to its argument": lambda: Effects(Writing),
     "returns a view": lambda: Effects(Viewing),
+    "takes gradients": functools.partial(Penalized, False),
+    "takes gradients that have gradients": functools.partial(Penalized, True),
     "appends to a list": lambda: Effects(Counted),
     "hooks": functools.partial(Leaking, False),
     "hooks set late": functools.partial(Leaking, True),
@@ -325,8 +351,12 @@ EFFECTS = {
 def test_what_blocks_do_besides_is_in_the_program(what: str, monkeypatch: Any) -> None:
     torch.manual_seed(0)
     model, x = EFFECTS[what](), torch.randn(3, 8)
-    same_with_and_without(model, x, patch=monkeypatch)
+    same_with_and_without(model, x, patch=monkeypatch, is_in_order=not isinstance(model, Penalized))
     LOG.clear()
+
+
+def test_one_of_several_views_is_written_to(monkeypatch: Any) -> None:
+    same_with_and_without(Effects(Halving), torch.randn(3, 8), patch=monkeypatch, train=False)
 
 
 def test_the_model_is_left_as_it_was() -> None:

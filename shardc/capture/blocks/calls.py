@@ -210,9 +210,13 @@ class _Call(torch.autograd.Function):
         placed, template = ctx.placed, ctx.placed.template
         given = {i: tangent for i, tangent in enumerate(tangents) if tangent is not None}
         with ctx.calls.tracing():
-            placed.traced = template.joint(given)
+            traced = template.joint(given)
+        if placed.traced not in (template.alone, traced):
+            raise NotAlikeError  # the model calls autograd.grad too, for other results
+        placed.traced = traced
         gradients = iter(torch.ops.shardc.block_backward(placed.key, list(given.values())))
-        ctx.calls.tracker.latest = placed.source_of(placed.traced.backward[-1])
+        if traced.backward:
+            ctx.calls.tracker.latest = placed.source_of(traced.backward[-1])
         found = iter(placed.traced.gradients)
         needed = (layout.requires_grad and next(found) is not None for layout in template.layouts)
         return None, None, *(next(gradients) if each else None for each in needed)

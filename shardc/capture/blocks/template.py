@@ -20,7 +20,7 @@ from shardc.capture.blocks.alike import Alike, values_of
 from shardc.capture.containers import Tree, flatten, rebuild
 from shardc.capture.decompositions import decompositions
 from shardc.capture.model import are_unchanged, borrow, copied_attributes, replace_tensors, state_names
-from shardc.program.node import is_view, last_node
+from shardc.program.node import is_getitem, is_view, last_node
 from shardc.program.provenance import Phase, Source
 
 ENDS = ("placeholder", "output")
@@ -157,7 +157,7 @@ def _plain(value: Any) -> tuple[list[Any], Tree]:
     return [leaf for _, leaf in leaves], tree
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Traced:
     """A traced call: placeholders for the operands, and for gradients of some results; results; gradients.
 
@@ -311,7 +311,7 @@ def _without_detach(node: fx.Node) -> fx.Node:
 
 def _owner(node: fx.Node) -> fx.Node:
     """The node in whose memory the value of a node lies."""
-    while is_view(node):
+    while is_view(node) or (is_getitem(node) and is_view(node.all_input_nodes[0])):  # one of several views, as of chunk
         node = node.all_input_nodes[0]
     return node
 
