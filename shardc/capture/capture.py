@@ -33,7 +33,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from shardc.capture.annotations import Match, annotate_output, annotating
 from shardc.capture.assembly import TraceSignature, assemble
-from shardc.capture.blocks.calls import BlockCalls, watching
+from shardc.capture.blocks.alike import alike_blocks
+from shardc.capture.blocks.calls import BlockCalls
 from shardc.capture.call import (
     CallingConvention,
     OutputLeaves,
@@ -249,9 +250,9 @@ class _Joint:
         shapes = None if self.region is None else self.region.shapes
         # it imports torch._dynamo, which no patch may disturb
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
+        self.alike = alike_blocks(self.model) if self.has_blocks and not self.has_guards else []
         fake_log = logging.getLogger("torch._subclasses.fake_tensor")
         with (
-            watching(self.model) as alike,
             borrow(self.model, self.train),
             preserved(named_arguments(self.model.forward, self.args, self.kwargs)),
             torch.inference_mode(False),
@@ -280,7 +281,6 @@ class _Joint:
                 )
                 for put in self.inputs
             ]
-            self.alike = alike if self.has_blocks and not self.has_guards else []
             traced = make_fx(dispatch_functionalize(self.run, FunctionalTensorMode()), decompositions())(*fakes)
             assert self.blocks is not None
             self.blocks.write_out(traced)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
+import random
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -11,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-import shardc.capture.blocks.calls as calls
+import shardc.capture.capture as capturing
 from shardc import Precision
 from shardc.capture.capture import capture
 from shardc.compile_region import is_same_program
@@ -135,7 +137,7 @@ def same_with_and_without(
     """
     once = capture(model, args, {}, **options)
     with patch.context() as context:
-        context.setattr(calls, "alike_blocks", lambda model: [])
+        context.setattr(capturing, "alike_blocks", lambda model: [])
         each = capture(model, args, {}, **options)
     assert once.convention.outputs == each.convention.outputs
     assert once.program.notes == each.program.notes
@@ -167,13 +169,13 @@ def test_the_program_is_that_of_all_blocks(make: Callable[[], nn.Module], kind: 
         same_with_and_without(model, torch.randn(3, 8), patch=monkeypatch, is_in_order=is_in_order, **options)
 
 
-def test_a_block_is_traced_forward_and_with_its_backward(monkeypatch: Any) -> None:
+def test_two_blocks_are_traced(monkeypatch: Any) -> None:
     monkeypatch.setattr(Block, "traced", 0)
     capture(Stack(), (torch.randn(3, 8),), {})
     assert Block.traced == 2
     monkeypatch.setattr(Block, "traced", 0)
     capture(Stack(), (torch.randn(3, 8),), {}, train=False)
-    assert Block.traced == 1
+    assert Block.traced == 2
 
 
 def test_blocks_that_differ_by_an_attribute_are_traced_each(monkeypatch: Any) -> None:
@@ -184,7 +186,7 @@ def test_blocks_of_the_commonest_kind_are_traced_once(monkeypatch: Any) -> None:
     same_with_and_without(Stack(ByKind), torch.randn(3, 8), patch=monkeypatch)
     monkeypatch.setattr(Block, "traced", 0)
     capture(Stack(ByKind), (torch.randn(3, 8),), {}, train=False)
-    assert Block.traced == 2
+    assert Block.traced == 3
 
 
 # What a block may do besides: each is found, and its model captured whole.
@@ -331,7 +333,160 @@ class Logged(Stack):
         return loss + torch.stack(LOG).sum()
 
 
+VARIABLE, LAYER = contextvars.ContextVar("scale", default=1.0), [0]
+
+
+class Outside(Block):
+    """Reads what is set around it."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) * VARIABLE.get() * (LAYER[0] + 1)
+
+
+class Setting(Stack):
+    """Sets it, for all blocks or for each, and sets it back."""
+
+    def __init__(self, is_each: bool) -> None:
+        super().__init__(Outside)
+        self.is_each = is_each
+
+    def forward(self, x: Tensor) -> Tensor:
+        token = VARIABLE.set(3.0)
+        x = x * self.scale
+        for i, block in enumerate(self.blocks):
+            LAYER[0] = i if self.is_each else 1
+            x = block(x)
+        VARIABLE.reset(token)
+        LAYER[0] = 0
+        return x.square().mean()
+
+
+class Even(Block):
+    """A class of its own."""
+
+
+class ByClass(Stack):
+    """Looks at the classes of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda i: (Even, Block)[i % 2](i))
+        self.blocks.extend((Even, Block)[i % 2](i) for i in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        for block in self.blocks:
+            x = block(x) * {Even: 2.0, Block: 1.0}[type(block)]
+        return x.square().mean()
+
+
+class Hooked(Block):
+    """Reads its index in backward alone."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        y.register_hook(lambda gradient: gradient * (1 + self.index))
+        return y
+
+
+class Found(Block):
+    """Finds its place in the list."""
+
+    home: ClassVar[list[nn.Module]] = []
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        Found.home[index:] = [self]
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) * (1 + next(i for i, each in enumerate(Found.home) if each is self))
+
+
+class ByVars(Block):
+    """Reads an attribute past torch."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) * (1 + vars(self)["index"])
+
+
+class Clearing(Stack):
+    """Clears a global list once it has read it."""
+
+    def __init__(self) -> None:
+        super().__init__(Logging)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = super().forward(x) + torch.stack(LOG).sum()
+        LOG.clear()
+        return loss
+
+
+class Drawing(Stack):
+    """Draws in blocks what it has seeded."""
+
+    class Block(Block):
+        """Draws."""
+
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x) * (2 if random.random() < 0.5 else 1)
+
+    def __init__(self) -> None:
+        super().__init__(Drawing.Block)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = random.getstate()
+        random.seed(3)
+        loss = super().forward(x)
+        random.setstate(state)
+        return loss
+
+
+class Nesting(Block):
+    """Writes deep into an attribute."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.state = {"sizes": [0]}
+
+    def forward(self, x: Tensor) -> Any:
+        self.state["sizes"][0] = len(x)
+        return super().forward(x)
+
+
+class Nested(Stack):
+    """Reads it."""
+
+    def __init__(self) -> None:
+        super().__init__(Nesting)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            block.state["sizes"][0] = 0
+        return super().forward(x) * sum(block.state["sizes"][0] for block in self.blocks)
+
+
+class Skipping(Block):
+    """Looks whether it has an attribute, which one of the blocks has."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        if index == 2:
+            self.skip = None
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) * (2 if hasattr(self, "skip") else 1)
+
+
 EFFECTS = {
+    "set around all": lambda: Setting(False),
+    "set around each": lambda: Setting(True),
+    "classes": ByClass,
+    "hooks of gradients": lambda: Stack(Hooked),
+    "its place": lambda: Stack(Found),
+    "vars": lambda: Stack(ByVars),
+    "a list that is cleared after": Clearing,
+    "numbers that are seeded": Drawing,
+    "deep attributes": Nested,
+    "an attribute that is None": lambda: Stack(Skipping),
     "reads its index": lambda: Stack(Scaled),
     "writes to buffers": lambda: Stack(Normed),
     "keeps a tensor": lambda: Effects(Remembering),

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
+from shardc.capture.model import override_attribute
 from shardc.capture.model_state import model_state
 from shardc.capture.signature import State, fingerprint
 
-MIN_ALIKE = 3  # blocks; one that stands for others is traced about one and a half times
+MIN_ALIKE = 3  # blocks; one that stands for others is traced twice
 MIN_MODULES = 3  # of a block, itself among them; a smaller one is traced as fast as it is looked up
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -24,14 +25,12 @@ Attribute = tuple[str, str]  # the path of a module in a block, and a name
 class Alike:
     """Blocks of one structure, by path. ``differing``: the attributes that have not one value in all of them.
 
-    State: ``read``, those of them that a block has read where it was traced apart; ``noted``, by the one that is
-    traced now; ``attempts``, how many were.
+    State: ``read``, those of them that a block has read where it was traced apart; ``attempts``, how many were.
     """
 
     blocks: Mapping[str, nn.Module]
     differing: frozenset[Attribute]
     read: set[Attribute] = field(default_factory=set)
-    noted: set[Attribute] = field(default_factory=set)
     attempts: int = 0
 
     def count_like(self, block: nn.Module) -> int:
@@ -40,64 +39,27 @@ class Alike:
         return sum(values_of(each, self.read) == values for each in self.blocks.values())
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """In the block of code it is noted which of the differing attributes are read.
+    def noting(self, block: nn.Module, read: set[Attribute]) -> Iterator[None]:
+        """In the block of code differing attributes of one of the blocks that are read are added to ``read``.
 
-        The modules that have some are of a subclass then, with a property for each.
+        They are taken from the modules, so that torch is asked for them. Inside of ``borrow``, which gives them back.
         """
-        names = defaultdict[str, list[str]](list)
+        hidden, own_getattr = dict[tuple[int, str], tuple[Attribute, Any]](), nn.Module.__getattr__
+        modules = dict(block.named_modules())
         for path, name in self.differing:
-            names[path].append(name)
-        with ExitStack() as stack:
-            for block in self.blocks.values():
-                for path, module in block.named_modules():
-                    if path in names:
-                        stack.callback(setattr, module, "__class__", type(module))
-                        module.__class__ = self._watched(type(module), path, names[path])
+            attributes: dict[str, Any] = modules[path].__dict__
+            hidden[id(modules[path]), name] = (path, name), attributes.pop(name)
+
+        def noted(module: nn.Module, name: str) -> Any:
+            if (id(module), name) not in hidden:
+                return own_getattr(module, name)
+            attribute, value = hidden[id(module), name]
+            read.add(attribute)
+            self.read.add(attribute)
+            return value
+
+        with override_attribute(nn.Module, "__getattr__", noted):
             yield
-
-    @contextmanager
-    def noting(self) -> Iterator[set[Attribute]]:
-        """The attributes among those that are watched which are read in the block of code."""
-        self.noted = set()
-        try:
-            yield self.noted
-        finally:
-            self.read |= self.noted
-
-    def _watched(self, kind: type[nn.Module], path: str, names: list[str]) -> type[nn.Module]:
-        members: dict[str, Any] = {name: _Watched(self, (path, name), kind) for name in names}
-        like = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-        make: Any = type(kind)  # the metaclass
-        watched: type[nn.Module] = make(kind.__name__, (_Unheard, kind), {**like, **members})
-        return watched
-
-
-class _Unheard:
-    def __init_subclass__(cls) -> None:
-        """A model's class does not hear of this subclass, which is not the user's."""
-
-
-class _Watched:
-    """An attribute of a module whose readings are noted."""
-
-    def __init__(self, alike: Alike, attribute: Attribute, kind: type[nn.Module]) -> None:
-        self.alike, self.attribute, self.kind = alike, attribute, kind
-
-    def __get__(self, module: nn.Module | None, owner: Any = None) -> Any:
-        _, name = self.attribute
-        if module is None:
-            return getattr(self.kind, name)
-        self.alike.noted.add(self.attribute)
-        if name not in vars(module):
-            raise AttributeError(name)
-        return vars(module)[name]
-
-    def __set__(self, module: nn.Module, value: Any) -> None:
-        vars(module)[self.attribute[1]] = value
-
-    def __delete__(self, module: nn.Module) -> None:
-        del vars(module)[self.attribute[1]]
 
 
 def values_of(block: nn.Module, attributes: Set[Attribute]) -> Hashable:
@@ -121,11 +83,12 @@ def alike_blocks(model: nn.Module) -> list[Alike]:
         for name, block in container.named_children():
             if len(list(block.modules())) >= MIN_MODULES and not _has_hooks(block):
                 state = model_state(block)
-                groups[_structure(state)][f"{path}.{name}" if path else name] = block, state
+                groups[_structure(block, state)][f"{path}.{name}" if path else name] = block, state
         for group in groups.values():
-            if len(group) >= MIN_ALIKE:
-                blocks = {path: block for path, (block, _) in group.items()}
-                found.append(Alike(blocks, _differing([state for _, state in group.values()])))
+            blocks = {path: block for path, (block, _) in group.items()}
+            differing = _differing([state for _, state in group.values()])
+            if len(group) >= MIN_ALIKE and _can_be_noted(next(iter(blocks.values())), differing):
+                found.append(Alike(blocks, differing))
                 inside.update(id(module) for block in blocks.values() for module in block.modules())
     return found
 
@@ -133,6 +96,12 @@ def alike_blocks(model: nn.Module) -> list[Alike]:
 def _has_hooks(block: nn.Module) -> bool:
     inner = (module for module in block.modules() if module is not block)
     return any(getattr(module, kind, None) for module in inner for kind in HOOKS)
+
+
+def _can_be_noted(block: nn.Module, attributes: Set[Attribute]) -> bool:
+    """Whether torch is asked for attributes that modules lack: their classes have none of these names."""
+    modules = dict(block.named_modules())
+    return not any(hasattr(type(modules[path]), name) for path, name in attributes)
 
 
 def _modules(state: State) -> Iterator[tuple[str, Any, dict[str, Hashable]]]:
@@ -143,11 +112,12 @@ def _modules(state: State) -> Iterator[tuple[str, Any, dict[str, Hashable]]]:
             yield name.removeprefix("module ").strip("'"), kind, dict(attributes)
 
 
-def _structure(state: State) -> Hashable:
+def _structure(block: nn.Module, state: State) -> Hashable:
     """What blocks that are alike have in common: all but the values of attributes."""
+    names = tuple(tuple(vars(module)) for module in block.modules())  # a state lacks those that are None or empty
     modules = tuple((path, kind, tuple(attributes)) for path, kind, attributes in _modules(state))
     others = tuple(each for each in state if not (each[0].startswith("module ") and isinstance(each[1], tuple)))
-    return modules, others
+    return names, modules, others
 
 
 def _differing(states: list[State]) -> frozenset[Attribute]:

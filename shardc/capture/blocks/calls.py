@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from itertools import count
@@ -15,8 +15,8 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from shardc.capture.blocks.alike import MIN_ALIKE, Alike, alike_blocks
-from shardc.capture.blocks.template import BlockCall, NotAlikeError, Template, Traced, Tracker
+from shardc.capture.blocks.alike import MIN_ALIKE, Alike
+from shardc.capture.blocks.template import BlockCall, NotAlikeError, Template, Traced, Tracker, is_same_forward
 from shardc.capture.model_state import LatestState
 from shardc.program.node import is_getitem
 from shardc.program.provenance import Source
@@ -31,14 +31,16 @@ class Placed:
     """A call of a block in the graph of the model. ``traced``: with the backward that it has, once it has one."""
 
     path: str
+    block: nn.Module
     template: Template
     source: Source
     start: int
     traced: Traced = field(init=False)
+    has_backward: bool = False
     key: int = field(default_factory=lambda: next(_KEYS))
 
     def __post_init__(self) -> None:
-        self.traced = self.template.alone
+        self.traced = self.template.traced
         _ALIVE[self.key] = self
 
     def source_of(self, node: fx.Node) -> Source | None:
@@ -94,7 +96,10 @@ class BlockCalls:
                     key = alike, call.key
                     if not self.states[path].is_same():
                         raise NotAlikeError  # hooks or attributes were set since
-                template = self._known(key, call.block) or self._new_template(alike, key, path, call, forward)
+                known = self._known(key, call.block)
+                template = known or self._new_template(alike, key, path, call, forward)
+                if known is not None and not known.is_confirmed:
+                    self._confirm(known, path, call, forward)
             except Exception:  # it says what is wrong where it is traced
                 return forward(*args, **kwargs)
             return self._place(path, template, call)
@@ -117,12 +122,27 @@ class BlockCalls:
         self.templates.setdefault(key, []).append(template)
         return template
 
+    def _confirm(self, template: Template, path: str, call: BlockCall, forward: Callable[..., Any]) -> None:
+        """Trace a second block too: what tells blocks apart besides attributes tells it from the first.
+
+        Raises a NotAlikeError, in this trace for all calls of the template, which then stands for none.
+        """
+        with self.tracing():
+            second = Template(self.model, path, call, forward, template.alike, self.tracker, self.check, self.shapes)
+        if not is_same_forward(second.traced, template.traced) or second.leaves != template.leaves:
+            template.alike.attempts = MAX_TEMPLATES
+            self.templates = {
+                key: [each for each in known if each is not template] for key, known in self.templates.items()
+            }
+            raise NotAlikeError
+        template.is_confirmed = True
+
     def _place(self, path: str, template: Template, call: BlockCall) -> Any:
         """The result of a call that becomes a node."""
-        placed = Placed(path, template, self.tracker.place, self.tracker.count)
+        placed = Placed(path, call.block, template, self.tracker.place, self.tracker.count)
         self.placed.append(placed)
         results = _Call.apply(self, placed, *call.operands)
-        self.tracker.count = placed.start + template.alone.count
+        self.tracker.count = placed.start + template.traced.count
         return template.returned(results, call.operands)
 
     @contextmanager
@@ -139,20 +159,19 @@ class BlockCalls:
 
         Raises a NotAlikeError where the model has tensors of a block that it did not return.
         """
-        if any(isinstance(tensor, (FakeTensor, FunctionalTensor)) for tensor in _constants(traced)):
+        if self.placed and any(isinstance(tensor, (FakeTensor, FunctionalTensor)) for tensor in _constants(traced)):
             raise NotAlikeError
         values = dict[int, dict[fx.Node, fx.Node]]()
         for node in list(traced.graph.nodes):
             if node.target is torch.ops.shardc.block.default:
                 placed = _ALIVE[node.args[0]]
-                nodes = placed.traced.placeholders
-                known = values[placed.key] = dict(zip(nodes, node.args[1], strict=False))
+                known = values[placed.key] = dict(zip(placed.traced.operands, node.args[1], strict=True))
                 self._write(traced, node, placed, placed.traced.forward, known)
                 _replace(node, [known[each] for each in placed.traced.results])
             elif node.target is torch.ops.shardc.block_backward.default:
                 placed = _ALIVE[node.args[0]]
-                known, operands = values[placed.key], placed.traced.placeholders[len(placed.template.layouts) :]
-                known.update(zip(operands, node.args[1], strict=True))
+                known = values[placed.key]
+                known.update(zip(placed.traced.tangents, node.args[1], strict=True))
                 self._write(traced, node, placed, placed.traced.backward, known)
                 _replace(node, [known[each] for each in placed.traced.gradients if each is not None])
 
@@ -183,16 +202,6 @@ def _replace(node: fx.Node, results: Sequence[fx.Node]) -> None:
     node.graph.erase_node(node)
 
 
-@contextmanager
-def watching(model: nn.Module) -> Iterator[list[Alike]]:
-    """The model's blocks that are alike, whose attributes are watched in the block of code."""
-    found = alike_blocks(model)
-    with ExitStack() as stack:
-        for alike in found:
-            stack.enter_context(alike.watching())
-        yield found
-
-
 class _Call(torch.autograd.Function):
     @staticmethod
     def forward(calls: BlockCalls, placed: Placed, *operands: Tensor) -> tuple[Tensor, ...]:
@@ -211,9 +220,11 @@ class _Call(torch.autograd.Function):
         given = {i: tangent for i, tangent in enumerate(tangents) if tangent is not None}
         with ctx.calls.tracing():
             traced = template.joint(given)
-        if placed.traced not in (template.alone, traced):
+        if placed.has_backward and traced is not placed.traced:
             raise NotAlikeError  # the model calls autograd.grad too, for other results
-        placed.traced = traced
+        if not template.stands_for(placed.block):
+            raise NotAlikeError  # the backward reads what forward did not
+        placed.traced, placed.has_backward = traced, True
         gradients = iter(torch.ops.shardc.block_backward(placed.key, list(given.values())))
         if traced.backward:
             ctx.calls.tracker.latest = placed.source_of(traced.backward[-1])

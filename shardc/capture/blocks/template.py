@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from types import CodeType
 from typing import Any, Protocol
 
@@ -16,14 +19,14 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_f
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardc.capture.blocks.alike import Alike, values_of
+from shardc.capture.blocks.alike import Alike, Attribute, values_of
 from shardc.capture.containers import Tree, flatten, rebuild
 from shardc.capture.decompositions import decompositions
 from shardc.capture.model import are_unchanged, borrow, copied_attributes, replace_tensors, state_names
+from shardc.capture.model_state import LatestState
 from shardc.program.node import is_getitem, is_view, last_node
 from shardc.program.provenance import Phase, Source
 
-ENDS = ("placeholder", "output")
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)  # what a block may take and return but tensors
 
 
@@ -159,14 +162,17 @@ def _plain(value: Any) -> tuple[list[Any], Tree]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Traced:
-    """A traced call: placeholders for the operands, and for gradients of some results; results; gradients.
+    """A traced call. ``given``: the key of the gradients that come in, for which ``tangents`` stand.
 
-    ``results`` and ``gradients`` (None where an operand has none) are nodes; ``forward``: those before the backward;
-    ``sources`` and the number of ops of forward, ``count``, as they were for the block ``path``.
+    ``gradients``: of the operands that require one, None where there is none. ``forward``, ``backward``: the nodes
+    between, in order. ``sources`` and the number of ops of forward, ``count``, are those of the block ``path``.
     """
 
     root: fx.GraphModule
+    given: Hashable
+    operands: tuple[fx.Node, ...]
     results: tuple[fx.Node, ...]
+    tangents: tuple[fx.Node, ...]
     gradients: tuple[fx.Node | None, ...]
     forward: tuple[fx.Node, ...]
     backward: tuple[fx.Node, ...]
@@ -180,11 +186,6 @@ class Traced:
         """The layouts of the gradients that there are."""
         return [Layout.of(node.meta["val"]) for node in self.gradients if node is not None]
 
-    @property
-    def placeholders(self) -> list[fx.Node]:
-        """The operands, then the gradients that come in."""
-        return [node for node in self.root.graph.nodes if node.op == "placeholder"]
-
 
 @dataclass(eq=False)
 class Template:
@@ -193,7 +194,8 @@ class Template:
     ``check`` raises an error for a graph that may not stand for others.
 
     State: ``results``, the layouts of the tensors that it makes and returns; ``tree`` and ``leaves`` of all that it
-    returns, an Operand or a Result for a tensor; ``joints``, with the backward, by the gradients that come in.
+    returns, an Operand or a Result for a tensor; ``traced``, with the backward that it has for gradients like the
+    results; ``joints``, with that for other gradients; ``is_confirmed``, whether another block was traced alike.
     """
 
     model: nn.Module
@@ -208,12 +210,12 @@ class Template:
     tree: Tree = field(init=False)
     leaves: tuple[Any, ...] = ()
     joints: dict[Hashable, Traced] = field(default_factory=dict)
+    is_confirmed: bool = False
 
     def __post_init__(self) -> None:
         self.layouts = [Layout.of(operand) for operand in self.call.operands]
-        self._modes = _Modes()
-        with self.alike.noting() as self._read:
-            self.alone = self._trace({})
+        self._modes, self._read = _Modes(), set[Attribute]()
+        self.traced = self._trace(None)
         self._values = values_of(self.call.block, self._read)
 
     def stands_for(self, block: nn.Module) -> bool:
@@ -227,48 +229,59 @@ class Template:
         return rebuild(self.tree, leaves)
 
     def joint(self, given: Mapping[int, Tensor]) -> Traced:
-        """The call with its backward, for gradients like these of results, by index."""
+        """The call with its backward, for gradients like these of results, by index.
+
+        Raises a NotAlikeError where the block does not compute what it did as the model ran.
+        """
         layouts = {i: Layout.of(gradient) for i, gradient in given.items()}
-        key = tuple((i, layout.key) for i, layout in layouts.items())
+        key = _key(layouts)
+        if key == self.traced.given:
+            return self.traced
         if key not in self.joints:
-            self.joints[key] = self._trace(layouts)
+            joint = self.joints[key] = self._trace(layouts)
+            if not is_same_forward(joint, self.traced):
+                raise NotAlikeError
+            self._values = values_of(self.call.block, self._read)
         return self.joints[key]
 
-    def _trace(self, given: Mapping[int, Layout]) -> Traced:
+    def _trace(self, given: Mapping[int, Layout] | None) -> Traced:
+        """The call with its backward for gradients of these layouts; None for those of all results that have one."""
         found: dict[str, Any] = {}
 
-        def run(*tensors: Tensor) -> list[Tensor | None]:
-            operands, tangents = tensors[: len(self.layouts)], tensors[len(self.layouts) :]
-            start = self.tracker.count
+        def run(*operands: Tensor) -> list[Tensor | None]:
+            found["start"] = self.tracker.count
             with self.tracker.apart(self.path, run.__code__), borrow(self.model, train=False), self._modes.again():
-                results = self._forward(operands)
-                found["start"], found["count"] = start, self.tracker.count - start
-                found["last"] = last_node(get_proxy_mode().tracer.graph)  # type: ignore[union-attr]
-                gradients: Sequence[Tensor | None] = []
-                if given:
-                    sources = [operand for operand in operands if operand.requires_grad]
-                    self.tracker.phase = "backward"
-                    starts = [results[i] for i in given]
-                    with torch.autocast(results[0].device.type, enabled=False):
-                        gradients = torch.autograd.grad(starts, sources, tangents, allow_unused=True)
-                return [*(each.detach() for each in results), *operands, *gradients]
+                with self.alike.noting(self.call.block, self._read):
+                    results = self._forward(operands)
+                    found["count"] = self.tracker.count - found["start"]
+                    found["last"] = last_node(get_proxy_mode().tracer.graph)  # type: ignore[union-attr]
+                    asked = {i: each for i, each in enumerate(self.results) if each.requires_grad}
+                    asked = asked if given is None else dict(given)
+                    found["given"] = _key(asked)
+                    tangents = [layout.empty() for layout in asked.values()]
+                    gradients = self._backward([results[i] for i in asked], operands, tangents)
+                return [*(each.detach() for each in results), *operands, *tangents, *gradients]
 
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=self.shapes)
+        before = _drawn()
         with _disable_current_modes(), fake_mode, enable_python_dispatcher():
             fakes = [layout.empty(layout.requires_grad) for layout in self.layouts]
-            fakes += [layout.empty() for layout in given.values()]
             root = make_fx(dispatch_functionalize(run, FunctionalTensorMode()), decompositions())(*fakes)
+        _draw_again(before)
         return self._traced(root, **found)
 
     def _forward(self, operands: Sequence[Tensor]) -> list[Tensor]:
         """The tensors that the block returns."""
-        tensors = {name: operands[i] for name, i in self.call.state.items()}
+        tensors, state = {name: operands[i] for name, i in self.call.state.items()}, LatestState()
         replace_tensors(self.call.block, tensors, self.call.aliases)
+        with torch._C.DisableTorchFunction():
+            state.read(self.call.block)
         before = copied_attributes(self.model)
         args, kwargs = self.call.arguments(operands)
         output = self.own_forward(*args, **kwargs)
-        if not are_unchanged(before):
-            raise NotAlikeError  # it changes attributes of modules
+        with torch._C.DisableTorchFunction():
+            if not are_unchanged(before) or not state.is_same():
+                raise NotAlikeError  # it changes attributes of modules
         leaves, self.tree = _plain(output)
         places = {id(operand): i for i, operand in enumerate(operands)}
         results = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in places]
@@ -283,24 +296,80 @@ class Template:
         self.results = tuple(map(Layout.of, results))
         return results
 
-    def _traced(self, root: fx.GraphModule, start: int, count: int, last: fx.Node) -> Traced:
+    def _backward(
+        self, starts: Sequence[Tensor], operands: Sequence[Tensor], tangents: Sequence[Tensor]
+    ) -> Sequence[Tensor | None]:
+        """The gradients of the operands that require one."""
+        sources = [operand for operand in operands if operand.requires_grad]
+        if not starts or not sources:
+            return [None] * len(sources)
+        self.tracker.phase = "backward"
+        with torch.autocast(starts[0].device.type, enabled=False):
+            return torch.autograd.grad(starts, sources, tangents, allow_unused=True)
+
+    def _traced(self, root: fx.GraphModule, start: int, count: int, last: fx.Node, given: Hashable) -> Traced:
         nodes = list(root.graph.nodes)
-        placeholders = [node for node in nodes if node.op == "placeholder"]
-        returned: Any = last_node(root.graph).args[0]
-        num, end = len(self.results), len(self.results) + len(self.layouts)
-        results = tuple(map(_without_detach, returned[:num]))
-        if list(returned[num:end]) != placeholders[: len(self.layouts)]:
+        operands = tuple(node for node in nodes if node.op == "placeholder")
+        end: Any = last_node(root.graph).args[0]
+        returned = iter(end)
+        results = tuple(_without_detach(next(returned)) for _ in self.results)
+        if tuple(islice(returned, len(operands))) != operands:
             raise NotAlikeError  # it writes to an argument or a buffer
-        if any(_owner(node) in placeholders for node in results) or len({*map(_owner, results)}) < num:
+        if any(_owner(node) in operands for node in results) or len({*map(_owner, results)}) < len(results):
             raise NotAlikeError  # what is written to a result would be written to an argument
         self.check(root.graph)
-        split = nodes.index(last) + 1
+        num_gradients = sum(layout.requires_grad for layout in self.layouts)
+        rest = tuple(returned)
+        tangents, gradients = rest[: len(rest) - num_gradients], rest[len(rest) - num_gradients :]
+        apart, split = {*operands, *tangents, last_node(root.graph)}, nodes.index(last) + 1
         forward, backward = (
-            tuple(node for node in part if node.op not in ENDS) for part in (nodes[:split], nodes[split:])
+            tuple(node for node in part if node not in apart) for part in (nodes[:split], nodes[split:])
         )
         return Traced(
-            root, results, tuple(returned[end:]), forward, backward, self.tracker.sources, self.path, start, count
-        )
+            root, given, operands, results, tangents, gradients, forward, backward, self.tracker.sources, self.path,
+            start, count,
+        )  # fmt: skip
+
+
+def _key(layouts: Mapping[int, Layout]) -> Hashable:
+    return tuple((i, replace(layout, requires_grad=False).key) for i, layout in layouts.items())
+
+
+def is_same_forward(one: Traced, other: Traced) -> bool:
+    """Whether two traces of blocks have the same forward."""
+    return _described(one) == _described(other)
+
+
+def _described(traced: Traced) -> list[Any]:
+    places: dict[fx.Node, Any] = {node: f"%{i}" for i, node in enumerate((*traced.operands, *traced.forward))}
+
+    def value(node: fx.Node) -> Any:
+        constant = getattr(traced.root, str(node.target)) if node.op == "get_attr" else None
+        return repr(constant.tolist()) if isinstance(constant, Tensor) and not constant.is_meta else ""
+
+    calls = [
+        (node.op, "" if node.op == "get_attr" else node.target, value(node),
+         repr(fx.map_arg((node.args, node.kwargs), places.__getitem__)))
+        for node in traced.forward
+    ]  # fmt: skip
+    return [calls, [places[node] for node in traced.results]]
+
+
+def _drawn() -> tuple[Any, Any]:
+    """The states of Python's and NumPy's own generators."""
+    numpy = sys.modules.get("numpy.random")
+    return random.getstate(), None if numpy is None else numpy.get_state()
+
+
+def _draw_again(before: tuple[Any, Any]) -> None:
+    """Raise a NotAlikeError where numbers were drawn since; they are drawn again where the block is traced."""
+    python, numpy = before
+    if repr(_drawn()) == repr(before):
+        return
+    random.setstate(python)
+    if numpy is not None:
+        sys.modules["numpy.random"].set_state(numpy)
+    raise NotAlikeError
 
 
 def _without_detach(node: fx.Node) -> fx.Node:
