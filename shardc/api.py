@@ -245,8 +245,8 @@ def compile(
         optimizer: ``adam``, ``adamw``, ``momentum`` or ``sgd``, whose states count as memory and its step as time.
         fixed: shardings that are settled already and stand above annotations.
         strict: a ShardingError for every op that has no rule and every gather that no annotation asks for.
-        cache: a folder of compiled programs. What was compiled before is read: for the same model, code in files,
-            installed versions, call and options. It may be shared; nothing in it is run as it is read.
+        cache: a folder in which what passes make of a captured model is kept, for later processes. It may be shared;
+            nothing in it is run as it is read.
 
     Returns:
         The compiled program: ``collectives``, ``shardings``, ``memory``, ``dump``, ``explain``, ``simulate``.
@@ -265,10 +265,8 @@ def compile(
     """
     described, options = Mesh.of(mesh), Options(zero, precision, remat, bucket, pipeline, machine_of(links), optimizer)
     request = Request(described, annotations or {}, args, kwargs or {}, train, differentiable, options, fixed, strict)
-    kept = Cache(Path(cache), Compiled) if isinstance(cache, (str, os.PathLike)) else cache
-    return (
-        _compiled(model, request) if kept is None else kept.compiled(model, request, partial(_compiled, model, request))
-    )
+    kept = Cache(Path(cache)) if isinstance(cache, (str, os.PathLike)) else cache
+    return _compiled(model, request, cache=kept)
 
 
 def _compile_call(model: nn.Module, *, is_whole_model: bool, **asked: Any) -> Compiled:
@@ -282,12 +280,14 @@ def _compile_call(model: nn.Module, *, is_whole_model: bool, **asked: Any) -> Co
     return compile(model, **asked)
 
 
-def _compiled(model: nn.Module, request: Request, known: compiler.Compiled | None = None) -> Compiled:
+def _compiled(
+    model: nn.Module, request: Request, known: compiler.Compiled | None = None, cache: Cache | None = None
+) -> Compiled:
     """The model compiled as requested; ``known``: as it was compiled before, to keep of it what stays the same."""
     request.options.check(request.mesh)
     check_model(model)
     check_call(request.args, request.kwargs, request.train, request.differentiable, request.strict)
-    data = compiler.compile_request(model, request, known)
+    data = compiler.compile_request(model, request, known, cache)
     compiled = Compiled(**{each.name: getattr(data, each.name) for each in fields(data)})
     if request.strict:
         raise_all(strict_offences(compiled))
@@ -365,7 +365,7 @@ def parallelize(
             ``torch.manual_seed`` does not change it; ``module.seed = 1`` does.
         weights: the values of a model that may be on meta, a folder of safetensors files as ``save_pretrained`` writes
             it, or a state dict. On a DeviceMesh each rank reads its shards alone, when the first call is compiled.
-        cache: as in ``compile``. Of the ranks of a job the first one compiles or reads, and sends it to the others.
+        cache: as in ``compile``. Of the ranks of a job the first one runs passes or reads, and sends what it has.
 
     Returns:
         A module with the names, the methods and the attributes of the model; ``program`` is what was compiled last.
@@ -398,7 +398,7 @@ def parallelize(
         check_draw(seed, 0)
         options = Options(zero, precision, remat, bucket, pipeline, machine_of(links), optimizer)
         check_call(args, kwargs, True, differentiable, strict)
-        kept = None if cache is None else Cache(Path(cache), Compiled, None if meeting is None else meeting.agreement)
+        kept = None if cache is None else Cache(Path(cache), None if meeting is None else meeting.agreement)
         compile_fn = partial(_compile_call, mesh=mesh, cache=kept, **asked)
         values = None if weights is None else weights_of(model, weights, partial(_initial_values, model))
         module = parallel_module(

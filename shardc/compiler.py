@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -109,11 +109,22 @@ class Compiled:
         return self.at(WHOLE)
 
 
-def compile_request(model: nn.Module, request: Request, known: Compiled | None = None) -> Compiled:
+class Cache(Protocol):
+    """Keeps what passes make of programs."""
+
+    def passed(
+        self, first: Program, run: Callable[[], tuple[Program, Callable[[], Program]]]
+    ) -> tuple[Program, Callable[[], Program]]:
+        """The local program and a function for the last global one, read or run."""
+
+
+def compile_request(
+    model: nn.Module, request: Request, known: Compiled | None = None, cache: Cache | None = None
+) -> Compiled:
     """Capture a model, pin what is annotated, and run the passes.
 
     ``known``: the model as it was compiled before. Its capture is kept if the request would give the same, and so is
-    what the passes made of it that read no annotation.
+    what the passes made of it that read no annotation. ``cache``: may have what the passes make of it.
 
     Raises a ShardingError for what the user did wrong, a CaptureError for a model that cannot be captured.
     """
@@ -122,11 +133,35 @@ def compile_request(model: nn.Module, request: Request, known: Compiled | None =
     captured = capture_model(model, request, matched) if known is None else keep_capture(known, model, request, matched)
     first = making.begin(captured, matched)
     resumed = None if known is None or captured is not known.captured else _unannotated_again(known, first)
-    local = making.run(first) if resumed is None else making.run(resumed, after=UNANNOTATED)
-    rules = _entries(captured.program, making.kept[UNANNOTATED.__name__])
-    if request.options.pipeline:
-        schedule_of(local)  # raises for an op that needs the whole batch, and for a schedule that cannot run
-    return making.end(captured.convention, captured, rules)
+
+    def run() -> Compiled:
+        local = making.run(first) if resumed is None else making.run(resumed, after=UNANNOTATED)
+        if request.options.pipeline:
+            schedule_of(local)  # raises for an op that needs the whole batch, and for a schedule that cannot run
+        rules = _entries(captured.program, making.kept[UNANNOTATED.__name__])
+        return making.end(captured.convention, captured, rules)
+
+    return run() if cache is None else _from_cache(cache, first, run, making, captured)
+
+
+def _from_cache(
+    cache: Cache, first: Program, run: Callable[[], Compiled], making: Making, captured: Captured
+) -> Compiled:
+    """The compiled model, of what a cache has or of passes that ``run``."""
+    start, compiled = time.perf_counter(), list[Compiled]()
+
+    def passed() -> tuple[Program, Callable[[], Program]]:
+        compiled.append(run())
+        return compiled[0].program, lambda: compiled[0].whole
+
+    local, whole = cache.passed(first, passed)
+    if compiled:
+        return compiled[0]
+    kept: dict[str, Any] = {CAPTURE: first, WHOLE.__name__: whole, LOCAL.__name__: local}
+    seconds = {**making.seconds, "cache": time.perf_counter() - start}
+    request = replace(making.request, **_on_meta(making.request))
+    rules = _entries(captured.program)
+    return Compiled(making.model, local, captured.convention, Snapshots(kept), seconds, request, captured, rules)
 
 
 @dataclass(slots=True)
@@ -180,7 +215,7 @@ class Making:
         notes = (*filter(None, [slow_link_note(whole)]), *idle_axis_notes(whole), *map(note_of, self.unused))
         for name in (WHOLE.__name__, LOCAL.__name__):  # those that people look at
             kept[name] = replace(kept[name], notes=(*kept[name].notes, *notes))
-        request = replace(self.request, **on_meta(self.request))
+        request = replace(self.request, **_on_meta(self.request))
         return Compiled(
             self.model, kept[LOCAL.__name__], convention, Snapshots(kept), self.seconds, request, captured, rules
         )
@@ -266,7 +301,7 @@ def first_program(captured: Program, request: Request, pins: tuple[Pin, ...]) ->
     return replace(captured, mesh=mesh, pins=pins, options=options, num_stages=num_stages, notes=notes)
 
 
-def on_meta(request: Request) -> dict[str, Any]:
+def _on_meta(request: Request) -> dict[str, Any]:
     """The example inputs of a request without their values, so that they may be kept."""
     leaves, tree = flatten({"args": tuple(request.args), "kwargs": dict(request.kwargs)})
     values = [leaf for _, leaf in leaves]

@@ -1,1 +1,1 @@
-"""Compiled models in a folder: what one process has compiled the next one reads."""
+"""What passes have made of programs, in a folder: one process runs them, and the next one reads."""

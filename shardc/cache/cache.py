@@ -1,4 +1,7 @@
-"""The cache: a folder with a file for each compiled model, by key; of the ranks of a job the first one compiles."""
+"""The cache: a folder with a file for what passes make of each program; of the ranks of a job the first one runs them.
+
+A model is captured in every process, so that a program is found by what the model computes, whatever its code reads.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +10,20 @@ import os
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
-from torch import nn
-
-from shardc.cache.key import NoKeyError, key_of
-from shardc.cache.packed import NotPackedError, pack_convention, pack_program, unpack_convention, unpack_program
-from shardc.capture.call import call_signature
-from shardc.compiler import Compiled, Making, Request, capture_model, match_annotations, on_meta
+from shardc.cache.key import key_of
+from shardc.cache.packed import NotPackedError, pack_program, unpack_program
 from shardc.language.errors import OptionError, error_text
-from shardc.passes.order import CAPTURE, LOCAL, WHOLE, Snapshots
 from shardc.program.program import Program
+from shardc.program.user_rules import has_user_rules
 
 CHECKSUM = 32  # bytes of a SHA-256, before what it is of
-SIZE = 8  # bytes of the size of a part
+SIZE = 8  # bytes of the size of the first part
+Passed = tuple[Program, Callable[[], Program]]  # the program that ranks run, and that before the last pass
 
 
 class Ranks(Protocol):
@@ -36,19 +35,15 @@ class Ranks(Protocol):
         """The bytes that every rank passes."""
 
 
-C = TypeVar("C", bound=Compiled)
-
-
 @dataclass(frozen=True)
-class Cache(Generic[C]):
-    """Compiled models in a folder, which is made. ``kind``: the class of those that are read.
+class Cache:
+    """What passes have made of programs, in a folder, which is made.
 
-    ``ranks``: those that ask for the same at once, each for its own model. The first one reads or compiles, and sends
-    what it has; where keys differ, each compiles.
+    ``ranks``: those that ask for the same at once. The first one reads or runs passes, and sends what it has; where
+    their programs differ, each does it alone.
     """
 
     folder: Path
-    kind: type[C]
     ranks: Ranks | None = None
 
     def __post_init__(self) -> None:
@@ -58,33 +53,29 @@ class Cache(Generic[C]):
             remedy = "name a folder that this process may write to"
             raise OptionError(f"cache={str(self.folder)!r}", "it is no folder", str(error), remedy) from error
 
-    def compiled(self, model: nn.Module, request: Request, compile: Callable[[], C]) -> C:
-        """The model compiled as requested: read from its file, or compiled, and then written."""
-        start, ranks = time.perf_counter(), self.ranks
-        key = self._key(model, request)
+    def passed(self, first: Program, run: Callable[[], Passed]) -> Passed:
+        """What passes make of a program: read from its file, or made by ``run``, and then written."""
+        key, ranks = self._key(first), self.ranks
         is_together = ranks is not None and len(set(ranks.exchange(key.encode()))) == 1
         if not key:
-            return compile()
+            return run()
         if ranks is not None and is_together and ranks.index:
-            sent = ranks.exchange(b"")[0]
-            return self._loaded(sent, model, request, start) or compile()
+            return self._loaded(ranks.exchange(b"")[0]) or run()
         text = self._read(key)
-        compiled = self._loaded(text, model, request, start)
-        if compiled is None:
-            compiled = compile()
-            text = _text(compiled, model)
+        found = self._loaded(text)
+        if found is None:
+            found = run()
+            text = _text(found)
             self._write(key, text)
         if ranks is not None and is_together:
             ranks.exchange(text)
-        return compiled
+        return found
 
-    def _key(self, model: nn.Module, request: Request) -> str:
-        """The key; none for a model that has none, with a warning."""
+    def _key(self, first: Program) -> str:
+        """The key; none for a program that is not kept, or whose plan may depend on rules that are not shardc's."""
         try:
-            return key_of(model, request)
-        except NoKeyError as error:
-            who, what = f"cache={str(self.folder)!r}", f"programs of a {type(model).__name__} are not kept"
-            warnings.warn(error_text(who, what, str(error), "leave cache= out, or change that"), stacklevel=2)
+            return "" if has_user_rules() else key_of(first)
+        except NotPackedError:
             return ""
 
     def _path(self, key: str) -> Path:
@@ -99,27 +90,18 @@ class Cache(Generic[C]):
         text = data[CHECKSUM:]
         return text if hashlib.sha256(text).digest() == data[:CHECKSUM] else b""
 
-    def _loaded(self, text: bytes, model: nn.Module, request: Request, start: float) -> C | None:
-        """A compiled model of what a file holds; None for one that holds nothing, or anything else.
-
-        The program before the last pass is read when it is asked for, and earlier ones are made again.
-        """
+    def _loaded(self, text: bytes) -> Passed | None:
+        """The programs that a file holds; None for one that holds nothing, or anything else."""
         if not text:
             return None
+        end = SIZE + int.from_bytes(text[:SIZE], "big")
         try:
-            convention, local, whole = _parts(text)
-            program = unpack_program(local)
-            signature = call_signature(model, request.args, request.kwargs, request.train)
-            calling = unpack_convention(convention, model, model.forward, signature)
-        except (NotPackedError, UnpicklingError, ValueError, TypeError, LookupError, EOFError) as error:
-            warnings.warn(error_text("cache", "a file of it", str(error), "remove it"), stacklevel=2)
+            return unpack_program(text[SIZE:end]), partial(unpack_program, text[end:])
+        except Exception as error:  # of any kind: a file may hold anything
+            problem = f"it cannot be read: {type(error).__name__}: {error}"
+            who, what = f"cache={str(self.folder)!r}", "a file of it"
+            warnings.warn(error_text(who, what, problem, "remove it, and look who writes there"), stacklevel=2)
             return None
-        kept: dict[str, Program | Callable[[], Program]] = {
-            CAPTURE: partial(_first_program, model, request), WHOLE.__name__: partial(unpack_program, whole),
-            LOCAL.__name__: program,
-        }  # fmt: skip
-        seconds = {"cache": time.perf_counter() - start}
-        return self.kind(model, program, calling, Snapshots(kept), seconds, replace(request, **on_meta(request)))
 
     def _write(self, key: str, text: bytes) -> None:
         """Write a file at once, so that no process reads a part of one."""
@@ -134,24 +116,11 @@ class Cache(Generic[C]):
             warnings.warn(error_text(who, "a file cannot be written", problem, "make room for it"), stacklevel=2)
 
 
-def _first_program(model: nn.Module, request: Request) -> Program:
-    matched = match_annotations(model, request)
-    return Making(model, request).begin(capture_model(model, request, matched), matched)
-
-
-def _text(compiled: Compiled, model: nn.Module) -> bytes:
-    """What a file holds of a compiled model; nothing for one that cannot be kept."""
+def _text(passed: Passed) -> bytes:
+    """What a file holds of programs; nothing where they cannot be kept."""
+    local, whole = passed
     try:
-        parts = [pack_convention(compiled.convention, model), *map(pack_program, (compiled.program, compiled.whole))]
+        part = pack_program(local)
+        return len(part).to_bytes(SIZE, "big") + part + pack_program(whole())
     except NotPackedError:
         return b""
-    return b"".join(len(part).to_bytes(SIZE, "big") + part for part in parts)
-
-
-def _parts(data: bytes) -> list[bytes]:
-    found = list[bytes]()
-    while data:
-        end = SIZE + int.from_bytes(data[:SIZE], "big")
-        found.append(data[SIZE:end])
-        data = data[end:]
-    return found

@@ -1,4 +1,4 @@
-"""A program and its calling convention as bytes, and back.
+"""A program as bytes, and back.
 
 Nothing in the bytes is run as they are read: they name no function but ops, which must be torch's or shardc's own or
 registered in this process, and make no objects but tuples, dicts, numbers and dataclasses of shardc.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import operator
 import pickle
-import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -20,21 +19,15 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
-from shardc.capture.call import CallingConvention
-from shardc.capture.containers import LEAF, Tree
-from shardc.capture.model import plain_tensors
-from shardc.capture.signature import Constant, Signature
 from shardc.language.mesh import Mesh
 from shardc.language.rule import Rule
 from shardc.program.program import Program
 from shardc.program.provenance import Origin
 
-LARGEST = 2**24  # bytes of a tensor
-PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 OF_TORCH = (torch.dtype, torch.memory_format, torch.layout)
-ROOMS = ("language", "ops", "passes", "program")  # whose functions a program calls, on tensors
+ROOMS = ("language", "ops", "options", "passes", "program", "schedules")  # of functions and facts of programs
 LEVEL = 1  # of compression: programs repeat themselves
 
 
@@ -45,7 +38,7 @@ class NotPackedError(Exception):
 def pack_program(program: Program) -> bytes:
     """A program as bytes. Raises a NotPackedError for one with opaque calls, constants among arguments, or symbols."""
     nodes = list(program.graph.nodes)
-    targets = {node.target: _target_name(node.target) for node in nodes if node.op == "call_function"}
+    targets = {node.target: target_name(node.target) for node in nodes if node.op == "call_function"}
     places = {target: i for i, target in enumerate(targets)}
     heads = [(node.op, places[node.target] if node.op == "call_function" else node.target, node.name) for node in nodes]
     indices = {node: i for i, node in enumerate(nodes)}
@@ -60,6 +53,8 @@ def unpack_program(data: bytes) -> Program:
     names, heads = reader.next()
     targets = [_target_of(name) for name in names]
     graph = fx.Graph()
+    if not {op for op, _, _ in heads} <= {"placeholder", "call_function", "output"}:
+        raise NotPackedError("it has nodes that no program has")
     reader.nodes = nodes = [
         graph.create_node(op, targets[target] if op == "call_function" else target, name=name)
         for op, target, name in heads
@@ -72,27 +67,11 @@ def unpack_program(data: bytes) -> Program:
     return program
 
 
-def pack_convention(convention: CallingConvention, model: nn.Module) -> bytes:
-    """How a program is called, but for what the caller knows. Raises a NotPackedError for values that are no data."""
-    held = plain_tensors(model)  # the model has these itself, with values that are in its key
-    constants = {name: None if name in held else value for name, value in convention.constants.items()}
-    return _packed((convention.outputs, convention.output_tree, constants, convention.objects))
-
-
-def unpack_convention(
-    data: bytes, model: nn.Module, forward: Callable[..., Any], signature: Signature
-) -> CallingConvention:
-    """The calling convention of a model for a call of this signature."""
-    outputs, tree, constants, objects = _Reader(data).next()
-    held = plain_tensors(model)
-    constants = {name: held[name] if value is None else value for name, value in constants.items()}
-    return CallingConvention(forward, outputs, tree, signature, constants, objects)
-
-
 # Targets of calls.
 
 
-def _target_name(target: Any) -> tuple[str, ...]:
+def target_name(target: Any) -> tuple[str, ...]:
+    """What a node calls, by name. Raises a NotPackedError for what is no op."""
     if isinstance(target, torch._ops.OpOverload):
         return ("op", *str(target).split("."))
     if target is operator.getitem:
@@ -108,14 +87,27 @@ def _target_of(name: Sequence[str]) -> Any:
         return operator.getitem
     try:
         if kind == "op":
-            return reduce(getattr, parts, torch.ops)
-        module, function = parts
-        package, room, *_ = module.split(".")
-        if kind == "function" and package == "shardc" and room in ROOMS:
-            return getattr(import_module(module), function)
-    except (AttributeError, ImportError, ValueError) as error:
+            found = reduce(getattr, parts, torch.ops)
+            if isinstance(found, torch._ops.OpOverload):
+                return found
+        elif kind == "function":
+            module, function = parts
+            found = getattr(_own_module(module), function)
+            if isinstance(found, FunctionType):
+                return found
+    except (AttributeError, ValueError) as error:
         raise NotPackedError(f"there is no {'.'.join(parts)}") from error
     raise NotPackedError(f"{name} is called by no program")
+
+
+def _own_module(name: str) -> Any:
+    """A module of shardc whose functions and classes programs have."""
+    if not name.startswith(tuple(f"shardc.{room}" for room in ROOMS)):
+        raise NotPackedError(f"{name} is of no room whose objects programs have")
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise NotPackedError(f"there is no {name}") from error
 
 
 def _plain(value: Any) -> Any:
@@ -161,16 +153,6 @@ class _Pickler(pickle.Pickler):
             return "torch", str(value).removeprefix("torch.")
         if kind is torch.device:
             return "device", str(value)
-        if kind is Constant:
-            if isinstance(value.value, type):
-                return "constant class", value.value.__module__, value.value.__qualname__
-            if type(value.value) not in PLAIN:
-                raise NotPackedError(f"its output holds a {type(value.value).__name__}")
-            return "constant", value.value
-        if kind is torch.Tensor:
-            return "tensor", tuple(value.shape), value.dtype, tensor_bytes(value)
-        if kind is Tree:
-            return "tree", _tree_rows(value)
         if isinstance(value, type):
             return "class", value.__module__, value.__qualname__
         return None
@@ -210,6 +192,8 @@ class _Reader:
         except zlib.error as error:
             raise NotPackedError(str(error)) from error
         count = int.from_bytes(text[:8], "big")
+        if 8 + 8 * count > len(text):
+            raise NotPackedError("it ends early")
         start, self._texts = 8 + 8 * count, list[bytes]()
         for i in range(count):
             size = int.from_bytes(text[8 + 8 * i : 16 + 8 * i], "big")
@@ -240,8 +224,6 @@ class _Unpickler(pickle.Unpickler):
         kind, *rest = name
         if kind == "origin":
             return self._origins[rest[0]]
-        if kind == "constant":
-            return Constant(rest[0])
         if name not in self._known:
             self._known[name] = _NAMED[kind](*rest)
         return self._known[name]
@@ -258,21 +240,9 @@ def _is_data(kind: type) -> bool:
 
 
 def _class_of(module: str, name: str) -> type:
-    found = _in_module(module, name)
-    if not _is_data(found):
+    found = reduce(getattr, name.split("."), _own_module(module))
+    if not isinstance(found, type) or not _is_data(found):
         raise NotPackedError(f"{module}.{name} is no data")
-    return found
-
-
-def _in_module(module: str, name: str) -> type:
-    if module.split(".")[0] == "shardc":
-        import_module(module)
-    try:
-        found = reduce(getattr, name.split("."), sys.modules[module])
-    except (KeyError, AttributeError) as error:
-        raise NotPackedError(f"there is no {module}.{name}") from error
-    if not isinstance(found, type):
-        raise NotPackedError(f"{module}.{name} is no class")
     return found
 
 
@@ -283,41 +253,4 @@ def _of_torch(name: str) -> Any:
     return value
 
 
-def tensor_bytes(value: torch.Tensor) -> bytes:
-    """The values of a tensor, row by row. Raises a NotPackedError for a large one, and for one without values."""
-    if value.is_meta or value.layout is not torch.strided or value.nbytes > LARGEST:
-        raise NotPackedError(f"a tensor of {value.nbytes} bytes, on {value.device}")
-    return bytes(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).tolist())
-
-
-def _tensor_of(shape: Sequence[int], dtype: torch.dtype, data: bytes) -> torch.Tensor:
-    if not data:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
-
-
-def _tree_rows(tree: Tree) -> Any:
-    if tree.kind is None:
-        return None
-    return (tree.kind.__module__, tree.kind.__qualname__), tree.keys, tuple(map(_tree_rows, tree.children))
-
-
-def _tree_of(rows: Any) -> Tree:
-    """A tree of containers: Python's own, and classes that are not of its library."""
-    if rows is None:
-        return LEAF
-    (module, name), keys, children = rows
-    return Tree(_container(module, name), keys, tuple(map(_tree_of, children)))
-
-
-def _container(module: str, name: str) -> type:
-    package = module.split(".")[0]
-    if package in sys.stdlib_module_names and package not in ("builtins", "collections"):
-        raise NotPackedError(f"{module}.{name} is no container")
-    return _in_module(module, name)
-
-
-_NAMED: Mapping[str, Callable[..., Any]] = {
-    "class": _class_of, "torch": _of_torch, "device": torch.device, "tree": _tree_of,
-    "tensor": _tensor_of, "constant class": lambda module, name: Constant(_container(module, name)),
-}  # fmt: skip
+_NAMED: Mapping[str, Callable[..., Any]] = {"class": _class_of, "torch": _of_torch, "device": torch.device}

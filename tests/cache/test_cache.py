@@ -1,10 +1,10 @@
-"""A model is compiled once: the next process, and the other ranks of a job, read what the first has compiled."""
+"""Passes run once: the next process, and the other ranks of a job, read what they have made."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import shardc
 from shardc import Mesh, P, ShardingError, Zero, compiler
 from shardc.capture.objects import Returned
+from shardc.program import user_rules
 
 MESH = Mesh(dp=2, tp=2)
 IDS = torch.arange(32).reshape(4, 8) % 64
@@ -36,16 +37,17 @@ def llama() -> LlamaForCausalLM:
 
 
 @pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The models that were captured."""
-    found, capture = list[str](), compiler.capture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The models for which passes ran."""
+    monkeypatch.setattr(user_rules, "_REGISTERED", set())  # those of other tests
+    found, run = list[str](), compiler.Making.run
 
-    def counted(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        found.append(type(model).__name__)
-        return capture(model, *args, **kwargs)
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append(type(self.model).__name__)
+        return run(self, *args, **kwargs)
 
-    monkeypatch.setattr(compiler, "capture", counted)
-    yield found
+    monkeypatch.setattr(compiler.Making, "run", counted)
+    return found
 
 
 def trained(folder: Any, mesh: Any = MESH, **options: Any) -> tuple[list[float], dict[str, Tensor]]:
@@ -63,24 +65,24 @@ def trained(folder: Any, mesh: Any = MESH, **options: Any) -> tuple[list[float],
     return losses, {name: whole(tensor).clone() for name, tensor in parallel.state_dict().items()}
 
 
-def test_what_was_compiled_is_read_and_trains_alike(tmp_path: Path, captures: list[str]) -> None:
+def test_what_was_compiled_is_read_and_trains_alike(tmp_path: Path, passes: list[str]) -> None:
     expected = trained(None, zero=Zero("dp", 3))
-    captures.clear()
+    passes.clear()
     first = trained(tmp_path, zero=Zero("dp", 3))
-    assert len(captures) == len(os.listdir(tmp_path)) == 2  # with gradients, and without
-    captures.clear()
+    assert len(passes) == len(os.listdir(tmp_path)) == 2  # with gradients, and without
+    passes.clear()
     second = trained(tmp_path, zero=Zero("dp", 3))
-    assert not captures
+    assert not passes
     for losses, weights in (first, second):
         assert losses == expected[0]
         assert all(torch.equal(weights[name], expected[1][name]) for name in weights)
 
 
-def test_what_is_asked_of_a_program_that_was_read(tmp_path: Path, captures: list[str]) -> None:
+def test_what_is_asked_of_a_program_that_was_read(tmp_path: Path, passes: list[str]) -> None:
     one, other = (
         shardc.compile(llama(), MESH, PLAN, kwargs={"input_ids": IDS, "labels": IDS}, cache=tmp_path) for _ in "ab"
     )
-    assert len(captures) == 1
+    assert len(passes) == 1
     assert one.dump() == other.dump() and one.collectives == other.collectives
     assert one.memory == other.memory and one.shardings == other.shardings
     assert {name: str(each) for name, each in one.choices().items()} == {
@@ -88,7 +90,7 @@ def test_what_is_asked_of_a_program_that_was_read(tmp_path: Path, captures: list
     }
     for each in one.collectives:
         assert str(one.explain(each.name)) == str(other.explain(each.name))
-    assert len(captures) == 1
+    assert len(passes) == 1
     loss = other.simulate(input_ids=IDS, labels=IDS)[0].loss
     assert torch.allclose(loss, llama()(input_ids=IDS, labels=IDS).loss, atol=1e-5)
     for name in ("capture", "propagate", "localize"):
@@ -110,7 +112,7 @@ class Remembering(nn.Module):
         return {"memory": memory, "kind": "sums", "mean": memory["sum"].mean()}
 
 
-def test_outputs_objects_and_constants(tmp_path: Path, captures: list[str]) -> None:
+def test_outputs_objects_and_constants(tmp_path: Path, passes: list[str]) -> None:
     for _ in range(2):
         model, memory = Remembering(), {"sum": torch.zeros(4, 4)}
         parallel = shardc.parallelize(model, MESH, {"x": P("dp")}, cache=tmp_path)
@@ -119,19 +121,19 @@ def test_outputs_objects_and_constants(tmp_path: Path, captures: list[str]) -> N
         assert torch.equal(memory["sum"].detach(), torch.full((4, 4), 4.0) + model.shift)
         outputs = dict(parallel.program.convention.outputs)
         assert outputs["memory"] == Returned("memory")
-    assert len(captures) == 1
+    assert len(passes) == 1
 
 
-def test_a_damaged_file_is_written_again(tmp_path: Path, captures: list[str]) -> None:
+def test_a_damaged_file_is_written_again(tmp_path: Path, passes: list[str]) -> None:
     expected = trained(tmp_path)
     for path in tmp_path.iterdir():
         path.write_bytes(path.read_bytes()[:-100])
-    captures.clear()
+    passes.clear()
     assert trained(tmp_path)[0] == expected[0]
-    assert len(captures) == 2
-    captures.clear()
+    assert len(passes) == 2
+    passes.clear()
     assert trained(tmp_path)[0] == expected[0]
-    assert not captures
+    assert not passes
 
 
 class Filling(nn.Module):
@@ -141,11 +143,11 @@ class Filling(nn.Module):
         return x * torch.tensor([1.0, 2.0]) + torch.tensor([], dtype=torch.float64).sum()
 
 
-def test_tensors_of_numbers(tmp_path: Path, captures: list[str]) -> None:
+def test_tensors_of_numbers(tmp_path: Path, passes: list[str]) -> None:
     for _ in range(2):
         parallel = shardc.parallelize(Filling(), Mesh(dp=2), {"x": P("dp")}, cache=tmp_path)
         assert torch.equal(parallel(torch.ones(2, 2)), Filling()(torch.ones(2, 2)))
-    assert len(captures) == 1
+    assert len(passes) == 1
 
 
 class Looking(nn.Module):
@@ -162,12 +164,38 @@ def test_programs_that_depend_on_values_are_not_kept(tmp_path: Path) -> None:
     assert not os.listdir(tmp_path)
 
 
-def test_a_model_without_a_key_is_compiled_and_says_why(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(4, 4))
-    model[0].marker = object()
-    with pytest.warns(UserWarning, match=r"not kept\n(.|\n)*0\.marker"):
-        shardc.compile(model, MESH, {"input": P("dp")}, args=(torch.ones(4, 4),), cache=tmp_path)
-    assert not os.listdir(tmp_path)
+class Scaled(nn.Module):
+    """Reads a global."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * SCALES[0]
+
+
+SCALES = [1.0]
+
+
+def test_what_the_models_code_reads_is_seen(tmp_path: Path, passes: list[str]) -> None:
+    for SCALES[0] in (1.0, 3.0):
+        parallel = shardc.parallelize(Scaled(), Mesh(dp=2), {"x": P("dp")}, cache=tmp_path)
+        assert torch.equal(parallel(torch.ones(4, 2)), torch.full((4, 2), SCALES[0]))
+    assert len(passes) == len(os.listdir(tmp_path)) == 2
+
+
+def test_with_rules_of_the_users_nothing_is_kept(tmp_path: Path, passes: list[str], monkeypatch: Any) -> None:
+    monkeypatch.setattr(user_rules, "_REGISTERED", {torch.ops.aten.sin.default})
+    trained(tmp_path)
+    assert passes and not os.listdir(tmp_path)
+
+
+def test_a_file_of_something_else_is_said_and_written_again(tmp_path: Path, passes: list[str]) -> None:
+    expected = trained(tmp_path)
+    for path in tmp_path.iterdir():
+        text = (10).to_bytes(8, "big") + b"0123456789 and more"
+        path.write_bytes(hashlib.sha256(text).digest() + text)
+    passes.clear()
+    with pytest.warns(UserWarning, match="cannot be read"):
+        assert trained(tmp_path)[0] == expected[0]
+    assert len(passes) == 2
 
 
 def test_the_folder_may_be_shared(tmp_path: Path) -> None:
@@ -187,30 +215,20 @@ def test_a_file_in_its_place_is_an_error(tmp_path: Path) -> None:
 
 
 def trained_on_ranks(folder: str) -> Any:
-    """The losses and the number of captures on this rank."""
+    """The losses, and for how many programs passes ran on this rank."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    found, capture = list[bool](), compiler.capture
+    found, run, registered = list[bool](), compiler.Making.run, user_rules._REGISTERED
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
         found.append(True)
-        return capture(*args, **kwargs)
+        return run(self, *args, **kwargs)
 
-    compiler.capture = counted
+    compiler.Making.run, user_rules._REGISTERED = counted, set()  # type: ignore[method-assign]
     try:
         losses, _ = trained(folder, mesh)
     finally:
-        compiler.capture = capture
+        compiler.Making.run, user_rules._REGISTERED = run, registered  # type: ignore[method-assign]
     return losses, len(found)
-
-
-def test_the_first_rank_compiles_and_the_others_read(tmp_path: Path, gloo: GlooPool) -> None:
-    expected, _ = trained(None)
-    first = gloo.run(trained_on_ranks, str(tmp_path))
-    second = gloo.run(trained_on_ranks, str(tmp_path))
-    assert [count for _, count in first] == [2, 0, 0, 0]
-    assert [count for _, count in second] == [0, 0, 0, 0]
-    for losses, _ in (*first, *second):
-        torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected))
 
 
 def differing_models(folder: str) -> str:

@@ -163,7 +163,7 @@ class Naming(pickle.Pickler):
     "name",
     [
         ("class", "subprocess", "Popen"), ("class", "posix", "mkdir"), ("class", "shardc.cli.main", "main"),
-        ("torch", "load"), ("tree", (("subprocess", "Popen"), (), ())), ("tree", (("posix", "mkdir"), (), ())),
+        ("class", "shardc.__main__", "main"), ("class", "shardc.program.program", "ends_of"), ("torch", "load"),
     ],
     ids=str,
 )  # fmt: skip
@@ -175,14 +175,28 @@ def test_no_function_can_be_named(name: Any, tmp_path: Path) -> None:
     assert not path.exists()
 
 
-@pytest.mark.parametrize("name", [("function", "os", "mkdir"), ("function", "shardc.cli.main", "main"), ("eval",)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        ("function", "os", "mkdir"), ("function", "shardc.cli.main", "main"), ("eval",), ("op", "load_library"),
+        ("function", "shardc.program.program", "Program"), ("op", "aten", "add"), ("op", "nothing", "here", "default"),
+    ],
+)  # fmt: skip
 def test_calls_are_of_ops(name: tuple[str, ...]) -> None:
     heads = [name], [("call_function", 0, "x")]
     with pytest.raises(NotPackedError):
         unpack_program(container(pickle.dumps([]), pickle.dumps(heads)))
 
 
-@pytest.mark.parametrize("data", [b"", b"text", container(), container(pickle.dumps([]), b"\x80")])
+def test_nodes_are_of_the_kinds_that_programs_have() -> None:
+    heads = list[str](), [("call_method", "numpy", "x")]
+    with pytest.raises(NotPackedError, match="nodes that no program has"):
+        unpack_program(container(pickle.dumps([]), pickle.dumps(heads)))
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"text", container(), container(pickle.dumps([]), b"\x80"), zlib.compress(b"\xff" * 8)]
+)
 def test_other_bytes_are_refused(data: bytes) -> None:
     with pytest.raises((NotPackedError, pickle.UnpicklingError, LookupError, EOFError, ValueError)):
         unpack_program(data)
