@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import shardc.capture.capture as capturing
-from shardc import Precision
+from shardc import CaptureError, Precision
 from shardc.capture.capture import capture
 from shardc.compile_region import is_same_program
 from shardc.program.program import Program
@@ -507,6 +507,24 @@ def test_what_blocks_do_besides_is_in_the_program(what: str, monkeypatch: Any) -
     torch.manual_seed(0)
     model, x = EFFECTS[what](), torch.randn(3, 8)
     same_with_and_without(model, x, patch=monkeypatch, is_in_order=not isinstance(model, Penalized))
+    LOG.clear()
+
+
+class LateClearing(Clearing):
+    """Its last block has a gradient of other strides than the others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        for block in self.blocks:
+            x = block(x)
+        loss = x.sum() + torch.stack(LOG).sum()
+        LOG.clear()
+        return loss
+
+
+def test_tensors_of_an_earlier_trace_are_an_error() -> None:
+    with pytest.raises(CaptureError, match="clear that as forward begins"):
+        capture(LateClearing(), (torch.randn(3, 8),), {})
     LOG.clear()
 
 

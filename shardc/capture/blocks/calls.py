@@ -18,6 +18,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from shardc.capture.blocks.alike import MIN_ALIKE, Alike
 from shardc.capture.blocks.template import BlockCall, NotAlikeError, Template, Traced, Tracker, is_same_forward
 from shardc.capture.model_state import LatestState
+from shardc.capture.values.refusals import Unfit
 from shardc.program.node import is_getitem
 from shardc.program.provenance import Source
 
@@ -157,10 +158,13 @@ class BlockCalls:
     def write_out(self, traced: fx.GraphModule) -> None:
         """Put what each call computes in its place in the traced graph.
 
-        Raises a NotAlikeError where the model has tensors of a block that it did not return.
+        Raises a NotAlikeError where the model has tensors of a block that it did not return, and an Unfit where it
+        still has them when blocks are traced where they are called.
         """
-        if self.placed and any(isinstance(tensor, (FakeTensor, FunctionalTensor)) for tensor in _constants(traced)):
-            raise NotAlikeError
+        if any(isinstance(tensor, (FakeTensor, FunctionalTensor)) for tensor in _constants(traced)):
+            if self.placed:
+                raise NotAlikeError
+            raise Unfit("it reads a tensor that an earlier trace has left in a global", "clear that as forward begins")
         values = dict[int, dict[fx.Node, fx.Node]]()
         for node in list(traced.graph.nodes):
             if node.target is torch.ops.shardc.block.default:
