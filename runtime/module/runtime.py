@@ -160,11 +160,8 @@ class ModuleRuntime:
     @contextmanager
     def returning_whole(self) -> Iterator[None]:
         """In the block outputs come back whole and plain, but for what is in objects among the arguments."""
-        before, self._returns_whole = self._returns_whole, True
-        try:
+        with override_attribute(self, "_returns_whole", True):
             yield
-        finally:
-            self._returns_whole = before
 
     def forget_gathered(self) -> None:
         """Forget what was gathered of parameters: their values may change now."""

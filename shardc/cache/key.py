@@ -6,7 +6,7 @@ import hashlib
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -15,32 +15,19 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.cache.packed import NotPackedError, target_name
+from shardc.cache.packed import OF_TORCH, NotPackedError, is_data, target_name
 from shardc.language.mesh import Mesh
 from shardc.program.program import Program
 
 PACKAGE = Path(__file__).parents[1]
-PLAIN = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    torch.dtype,
-    torch.device,
-    torch.memory_format,
-    torch.layout,
-)
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.device, *OF_TORCH)
 
 
 def key_of(program: Program) -> str:
     """The key of what the passes make of a program. Raises a NotPackedError for one that holds what is no data."""
     digests = _Digests({node: i for i, node in enumerate(program.graph.nodes)})
-    given = [getattr(program, each.name) for each in fields(program) if each.init and each.name != "graph"]
     nodes = [_node(program, node) for node in program.graph.nodes]
-    return digests.of([_versions(), given, nodes]).hex()
+    return digests.of([_versions(), program.own_fields, nodes]).hex()
 
 
 def _node(program: Program, node: fx.Node) -> list[Any]:
@@ -76,7 +63,7 @@ class _Digests:
             yield from (part for pair in value.items() for part in pair)
         elif isinstance(value, (set, frozenset)):
             yield from sorted(value, key=repr)
-        elif type(value).__module__.split(".")[0] == "shardc" and is_dataclass(value):
+        elif is_data(type(value)):
             yield from (getattr(value, each.name) for each in fields(value) if each.init)
         elif isinstance(value, (list, tuple)):
             yield from value

@@ -43,8 +43,7 @@ def pack_program(program: Program) -> bytes:
     heads = [(node.op, places[node.target] if node.op == "call_function" else node.target, node.name) for node in nodes]
     indices = {node: i for i, node in enumerate(nodes)}
     facts = [(_plain(node.args), _plain(node.kwargs), program.facts(node)) for node in nodes]
-    given = {each.name: getattr(program, each.name) for each in fields(program) if each.init and each.name != "graph"}
-    return _packed((list(targets.values()), heads), (facts, given), nodes=indices)
+    return _packed((list(targets.values()), heads), (facts, program.own_fields), nodes=indices)
 
 
 def unpack_program(data: bytes) -> Program:
@@ -161,7 +160,7 @@ class _Pickler(pickle.Pickler):
         """Refuse all objects but our own dataclasses; of rules leave out what was found out about their ops."""
         if isinstance(value, Rule):
             return Rule, tuple(getattr(value, each.name) for each in fields(value) if each.init)
-        if _is_data(type(value)):
+        if is_data(type(value)):
             return NotImplemented
         raise NotPackedError(f"it holds a {type(value).__module__}.{type(value).__qualname__}")
 
@@ -233,7 +232,7 @@ class _Unpickler(pickle.Unpickler):
         raise NotPackedError(f"it names {module}.{name}")
 
 
-def _is_data(kind: type) -> bool:
+def is_data(kind: type) -> bool:
     """Whether objects of a class are data: dataclasses and enumerations of shardc."""
     is_own = kind.__module__.split(".")[0] == "shardc"
     return is_own and (is_dataclass(kind) or issubclass(kind, (Enum, Mesh)))
@@ -241,7 +240,7 @@ def _is_data(kind: type) -> bool:
 
 def _class_of(module: str, name: str) -> type:
     found = reduce(getattr, name.split("."), _own_module(module))
-    if not isinstance(found, type) or not _is_data(found):
+    if not isinstance(found, type) or not is_data(found):
         raise NotPackedError(f"{module}.{name} is no data")
     return found
 

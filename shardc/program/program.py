@@ -139,8 +139,12 @@ class Program:
             new = copies[node] = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
             new.args, new.kwargs = fx.map_arg((function(node.args), function(node.kwargs)), copies.__getitem__)
             new.meta.update({key: function(fact) for key, fact in self.facts(node).items()})
-        given = {each.name: function(getattr(self, each.name)) for each in fields(self) if each.init}
-        return Program(**given | {"graph": graph})
+        return Program(graph, **{name: function(value) for name, value in self.own_fields.items()})
+
+    @property
+    def own_fields(self) -> dict[str, Any]:
+        """All that it is made of besides the graph, by name."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.init and each.name != "graph"}
 
     def facts(self, node: fx.Node) -> dict[str, Any]:
         """All facts about a node that do not follow from others."""

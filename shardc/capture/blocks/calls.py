@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from itertools import count
@@ -17,6 +16,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from shardc.capture.blocks.alike import MIN_ALIKE, Alike
 from shardc.capture.blocks.template import BlockCall, NotAlikeError, Template, Traced, Tracker, is_same_forward
+from shardc.capture.model import override_attribute
 from shardc.capture.model_state import LatestState
 from shardc.capture.values.refusals import Unfit
 from shardc.program.node import is_getitem
@@ -118,7 +118,7 @@ class BlockCalls:
         if alike.attempts == MAX_TEMPLATES or alike.count_like(call.block) < MIN_ALIKE:
             raise NotAlikeError
         alike.attempts += 1
-        with self.tracing():
+        with override_attribute(self, "is_tracing", True):
             template = Template(self.model, path, call, forward, alike, self.tracker, self.check, self.shapes)
         self.templates.setdefault(key, []).append(template)
         return template
@@ -128,7 +128,7 @@ class BlockCalls:
 
         Raises a NotAlikeError, in this trace for all calls of the template, which then stands for none.
         """
-        with self.tracing():
+        with override_attribute(self, "is_tracing", True):
             second = Template(self.model, path, call, forward, template.alike, self.tracker, self.check, self.shapes)
         if not is_same_forward(second.traced, template.traced) or second.leaves != template.leaves:
             template.alike.attempts = MAX_TEMPLATES
@@ -145,15 +145,6 @@ class BlockCalls:
         results = _Call.apply(self, placed, *call.operands)
         self.tracker.count = placed.start + template.traced.count
         return template.returned(results, call.operands)
-
-    @contextmanager
-    def tracing(self) -> Iterator[None]:
-        """In the block of code a template is traced, in which no other block stands in."""
-        before, self.is_tracing = self.is_tracing, True
-        try:
-            yield
-        finally:
-            self.is_tracing = before
 
     def write_out(self, traced: fx.GraphModule) -> None:
         """Put what each call computes in its place in the traced graph.
@@ -222,7 +213,7 @@ class _Call(torch.autograd.Function):
     def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         placed, template = ctx.placed, ctx.placed.template
         given = {i: tangent for i, tangent in enumerate(tangents) if tangent is not None}
-        with ctx.calls.tracing():
+        with override_attribute(ctx.calls, "is_tracing", True):
             traced = template.joint(given)
         if placed.has_backward and traced is not placed.traced:
             raise NotAlikeError  # the model calls autograd.grad too, for other results

@@ -1,11 +1,9 @@
-"""A block of a model as traced once: the graph of a call of it, forward alone or with its backward."""
+"""A block of a model that is traced apart: the graph of a call of it with its backward."""
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from types import CodeType
@@ -24,6 +22,7 @@ from shardc.capture.containers import Tree, flatten, rebuild
 from shardc.capture.decompositions import decompositions
 from shardc.capture.model import are_unchanged, borrow, copied_attributes, replace_tensors, state_names
 from shardc.capture.model_state import LatestState
+from shardc.capture.values.refusals import random_states, set_random_states
 from shardc.program.node import is_getitem, is_view, last_node
 from shardc.program.provenance import Phase, Source
 
@@ -31,7 +30,7 @@ PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)  # what a
 
 
 class NotAlikeError(Exception):
-    """A block that has to be traced where it is called, or the backward of one."""
+    """A block may not stand for others, and has to be traced where it is called."""
 
 
 class Tracker(Protocol):
@@ -50,7 +49,7 @@ class Tracker(Protocol):
         """Where the model is."""
 
     def apart(self, path: str, stop: CodeType) -> AbstractContextManager[None]:
-        """In the block of code it is active for a trace apart, of the module of this path, which ``stop`` runs."""
+        """In the block of code it notes a separate trace: of the module at ``path``, which the code ``stop`` runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +95,36 @@ class Result:
     index: int
 
 
+@dataclass(frozen=True, slots=True)
+class Modes:
+    """Torch's modes: whether gradients are on, the default dtype, and of each kind of device what autocast does."""
+
+    has_grad: bool
+    default_dtype: torch.dtype
+    autocast: tuple[tuple[str, torch.dtype, bool], ...]
+
+    @staticmethod
+    def now() -> Modes:
+        """The present modes."""
+        autocast = ((kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in ("cpu", "cuda"))
+        return Modes(torch.is_grad_enabled(), torch.get_default_dtype(), tuple(autocast))
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """In the block of code gradients are on or off, and autocast casts, as then."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self.has_grad))
+            for kind, dtype, is_enabled in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=is_enabled))
+            yield
+
+
 @dataclass(frozen=True, eq=False)
 class BlockCall:
     """A call of a block: its arguments, taken apart, and the block's own tensors.
 
     ``leaves``: of the arguments, an Operand for a tensor; ``operands``: each tensor once. ``state``: the index of the
-    operand for each parameter and buffer of the block, by name; ``aliases``: further names.
+    operand for each parameter and buffer of the block, by name; ``aliases``: further names; ``modes``: torch's.
     """
 
     block: nn.Module
@@ -110,6 +133,7 @@ class BlockCall:
     state: Mapping[str, int]
     aliases: Mapping[str, str]
     operands: tuple[Tensor, ...]
+    modes: Modes
 
     @staticmethod
     def of(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BlockCall:
@@ -126,18 +150,14 @@ class BlockCall:
         described = tuple(Operand(place(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         parameters, buffers, aliases = state_names(block)
         state = {name: place(tensor) for name, tensor in {**parameters, **buffers}.items()}
-        return BlockCall(block, tree, described, state, aliases, tuple(operands))
+        return BlockCall(block, tree, described, state, aliases, tuple(operands), Modes.now())
 
     @property
     def key(self) -> Hashable:
         """Equal for calls that are traced alike, for blocks that are."""
-        modes = (
-            torch.is_grad_enabled(), torch.get_default_dtype(),
-            *((kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in ("cpu", "cuda")),
-        )  # fmt: skip
         leaves = tuple((type(leaf), repr(leaf)) for leaf in self.leaves)  # -0.0 is not 0.0, 1 not True
         layouts = tuple(Layout.of(operand).key for operand in self.operands)
-        return self.tree, leaves, tuple(self.state.items()), tuple(self.aliases.items()), layouts, modes
+        return self.tree, leaves, tuple(self.state.items()), tuple(self.aliases.items()), layouts, self.modes
 
     def arguments(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, with other tensors in place of the operands."""
@@ -214,7 +234,7 @@ class Template:
 
     def __post_init__(self) -> None:
         self.layouts = [Layout.of(operand) for operand in self.call.operands]
-        self._modes, self._read = _Modes(), set[Attribute]()
+        self._read = set[Attribute]()
         self.traced = self._trace(None)
         self._values = values_of(self.call.block, self._read)
 
@@ -250,7 +270,7 @@ class Template:
 
         def run(*operands: Tensor) -> list[Tensor | None]:
             found["start"] = self.tracker.count
-            with self.tracker.apart(self.path, run.__code__), borrow(self.model, train=False), self._modes.again():
+            with self.tracker.apart(self.path, run.__code__), borrow(self.model, train=False), self.call.modes.again():
                 with self.alike.noting(self.call.block, self._read):
                     results = self._forward(operands)
                     found["count"] = self.tracker.count - found["start"]
@@ -263,11 +283,13 @@ class Template:
                 return [*(each.detach() for each in results), *operands, *tangents, *gradients]
 
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=self.shapes)
-        before = _drawn()
+        before = random_states()
         with _disable_current_modes(), fake_mode, enable_python_dispatcher():
             fakes = [layout.empty(layout.requires_grad) for layout in self.layouts]
             root = make_fx(dispatch_functionalize(run, FunctionalTensorMode()), decompositions())(*fakes)
-        _draw_again(before)
+        if random_states() != before:
+            set_random_states(before)  # the numbers are drawn again where the block is traced
+            raise NotAlikeError
         return self._traced(root, **found)
 
     def _forward(self, operands: Sequence[Tensor]) -> list[Tensor]:
@@ -355,23 +377,6 @@ def _described(traced: Traced) -> list[Any]:
     return [calls, [places[node] for node in traced.results]]
 
 
-def _drawn() -> tuple[Any, Any]:
-    """The states of Python's and NumPy's own generators."""
-    numpy = sys.modules.get("numpy.random")
-    return random.getstate(), None if numpy is None else numpy.get_state()
-
-
-def _draw_again(before: tuple[Any, Any]) -> None:
-    """Raise a NotAlikeError where numbers were drawn since; they are drawn again where the block is traced."""
-    python, numpy = before
-    if repr(_drawn()) == repr(before):
-        return
-    random.setstate(python)
-    if numpy is not None:
-        sys.modules["numpy.random"].set_state(numpy)
-    raise NotAlikeError
-
-
 def _without_detach(node: fx.Node) -> fx.Node:
     while node.target is torch.ops.aten.detach.default:
         node = node.all_input_nodes[0]
@@ -383,24 +388,3 @@ def _owner(node: fx.Node) -> fx.Node:
     while is_view(node) or (is_getitem(node) and is_view(node.all_input_nodes[0])):  # one of several views, as of chunk
         node = node.all_input_nodes[0]
     return node
-
-
-class _Modes:
-    """Whether gradients are on, and what autocast does, as they are when this is made."""
-
-    def __init__(self) -> None:
-        self.has_grad = torch.is_grad_enabled()
-        self.autocast = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in ("cpu", "cuda")
-        ]
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """In the block of code they are so again."""
-        (cpu, *first), (cuda, *second) = self.autocast
-        with (
-            torch.set_grad_enabled(self.has_grad),
-            torch.autocast(cpu, dtype=first[0], enabled=first[1]),  # type: ignore[arg-type]
-            torch.autocast(cuda, dtype=second[0], enabled=second[1]),  # type: ignore[arg-type]
-        ):
-            yield

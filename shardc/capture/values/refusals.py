@@ -252,9 +252,9 @@ def python_effects(model: nn.Module) -> Iterator[None]:
     strings of modules give a warning.
     """
     who = f"forward of {type(model).__name__}"
-    states, numbers = _random_states(), _numbers(model)
+    states, numbers = random_states(), _numbers(model)
     yield
-    states_after = _random_states()
+    states_after = random_states()
     for name, before in states.items():
         if states_after[name] != before:
             problem = f"it draws from {name}: what was drawn during capture would be drawn in every step"
@@ -282,10 +282,18 @@ def no_seeds() -> Iterator[None]:
         yield
 
 
-def _random_states() -> dict[str, bytes]:
+def random_states() -> dict[str, bytes]:
+    """The states of Python's and NumPy's own generators, pickled, by name."""
     numpy = sys.modules.get("numpy.random")
-    numpy_state = {} if numpy is None else {"numpy.random": pickle.dumps(numpy.get_state(legacy=False)["state"])}
+    numpy_state = {} if numpy is None else {"numpy.random": pickle.dumps(numpy.get_state(legacy=False))}
     return {"random": pickle.dumps(random.getstate()), **numpy_state}
+
+
+def set_random_states(states: Mapping[str, bytes]) -> None:
+    """Put the generators back into states that they had."""
+    random.setstate(pickle.loads(states["random"]))
+    if "numpy.random" in states:
+        sys.modules["numpy.random"].set_state(pickle.loads(states["numpy.random"]))
 
 
 def _numbers(model: nn.Module) -> dict[str, Any]:
