@@ -134,11 +134,13 @@ class OpRule:
     ``local(call, shard)`` is given the call twice, in global and in one rank's types, and returns the arguments that
     differ on a rank, by position: a size, a start or a count. A position may be one past the last argument.
     ``is_dense``: a kernel of the op assumes that elements of the last dim are neighbours in memory.
+    ``is_users``: a user has registered it.
     """
 
     bind: Bind
     local: Local | None = None
     is_dense: bool = False
+    is_users: bool = False
 
 
 RULES: dict[Any, OpRule] = {}

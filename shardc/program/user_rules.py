@@ -37,12 +37,9 @@ Spec = str | Callable[[OpCall], str | None]
 _GRAMMAR = "write an entry for each tensor, as in 'b k, k n -> b n'; _ for a tensor that is not looked at"
 
 
-_REGISTERED: set[Any] = set()  # the ops that have a rule of the user's
-
-
 def has_user_rules() -> bool:
     """Whether the table has rules that are not shardc's own."""
-    return bool(_REGISTERED)
+    return any(rule.is_users for rule in RULES.values())
 
 
 def register_rule(
@@ -116,8 +113,7 @@ def register_rule(
         )
         return replace(bound, sees_padding=not uneven and not is_linear)
 
-    RULES[op] = OpRule(bind, local_sizes(sizes) if sizes is not None else local)
-    _REGISTERED.add(op)
+    RULES[op] = OpRule(bind, local_sizes(sizes) if sizes is not None else local, is_users=True)
 
 
 def _text_for(who: str, spec: Callable[[OpCall], str | None], call: OpCall) -> str | None:

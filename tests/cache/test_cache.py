@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import shardc
 from shardc import Mesh, P, ShardingError, Zero, compiler
 from shardc.capture.objects import Returned
-from shardc.program import user_rules
+from shardc.language.rule import RULES
 
 MESH = Mesh(dp=2, tp=2)
 IDS = torch.arange(32).reshape(4, 8) % 64
@@ -39,7 +39,6 @@ def llama() -> LlamaForCausalLM:
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The models for which passes ran."""
-    monkeypatch.setattr(user_rules, "_REGISTERED", set())  # those of other tests
     found, run = list[str](), compiler.Making.run
 
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -182,7 +181,8 @@ def test_what_the_models_code_reads_is_seen(tmp_path: Path, passes: list[str]) -
 
 
 def test_with_rules_of_the_users_nothing_is_kept(tmp_path: Path, passes: list[str], monkeypatch: Any) -> None:
-    monkeypatch.setattr(user_rules, "_REGISTERED", {torch.ops.aten.sin.default})
+    monkeypatch.setitem(RULES, torch.ops.aten.sin.default, RULES[torch.ops.aten.sin.default])
+    shardc.register_rule(torch.ops.aten.sin.default, "... -> ...", override=True)
     trained(tmp_path)
     assert passes and not os.listdir(tmp_path)
 
@@ -217,17 +217,17 @@ def test_a_file_in_its_place_is_an_error(tmp_path: Path) -> None:
 def trained_on_ranks(folder: str) -> Any:
     """The losses, and for how many programs passes ran on this rank."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    found, run, registered = list[bool](), compiler.Making.run, user_rules._REGISTERED
+    found, run = list[bool](), compiler.Making.run
 
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
         found.append(True)
         return run(self, *args, **kwargs)
 
-    compiler.Making.run, user_rules._REGISTERED = counted, set()  # type: ignore[method-assign]
+    compiler.Making.run = counted  # type: ignore[method-assign]
     try:
         losses, _ = trained(folder, mesh)
     finally:
-        compiler.Making.run, user_rules._REGISTERED = run, registered  # type: ignore[method-assign]
+        compiler.Making.run = run  # type: ignore[method-assign]
     return losses, len(found)
 
 
