@@ -39,6 +39,7 @@ from ..reshard.choose_cuts import Arrivals, assign, claims_on, current_shardings
 from ..reshard.insert_reshards import insert_reshards
 from ..reshard.lower_reshards import lower_reshards
 from .along import Along, Results, Windowed
+from .attention import ATTENTION
 from .convolution import CONVOLUTIONS
 from .index import INDEXING, lookup_moves
 from .pool import POOLS, RESAMPLINGS
@@ -296,7 +297,7 @@ DECOMPOSITIONS: dict[Any, Decomposition] = {
 TABLES = (aten.embedding.default, aten.embedding_dense_backward.default)
 
 
-WINDOWED: dict[Any, Windowed] = CONVOLUTIONS | POOLS | RESAMPLINGS | SCANS | SHIFTS
+WINDOWED: dict[Any, Windowed] = ATTENTION | CONVOLUTIONS | POOLS | RESAMPLINGS | SCANS | SHIFTS
 
 
 def cheapest_ends(program: Program, decomposed: Callable[[Program], Program]) -> Program:

@@ -28,10 +28,12 @@ from shardc.language.mesh import AxisPart
 from shardc.language.rule import Dims
 from shardc.language.sharding import DimSharding, Sharding
 from shardc.language.windows import moves_rows
+from shardc.ops.attention import RINGS
 from shardc.program.collective import EXCHANGES, reshard
+from shardc.program.communication import goes_round
 from shardc.program.node import is_annotation, is_getitem, operand, operands, set_operands
 from shardc.program.program import Output, Program, Value, ends_of
-from shardc.program.provenance import Cause, Endpoint, Need, NeedKind, NeighbourEdges, Origin, ShardingChange
+from shardc.program.provenance import Cause, Endpoint, Need, NeedKind, NeighbourEdges, Origin, RoundOfKeys, ShardingChange
 from shardc.program.text import value_name
 
 from .choose_cuts import CutPlan
@@ -100,11 +102,13 @@ class _Rewriter:
         self.propagated[node] = program.origins(node)
         program.set_origins(node, reasons.result_origins())
         program.set_sharding(node, op.results if program.has_many(node) else op.results[0])
-        if node.target in EXCHANGES and moves_rows(node.args[3]):  # type: ignore[arg-type]
-            moved = operand(node)
+        is_ring = node.target in RINGS
+        if is_ring or (node.target in EXCHANGES and moves_rows(node.args[3])):  # type: ignore[arg-type]
+            moved = goes_round(node)[0] if is_ring else operand(node)
             type_, sharding = program.value_type(program.value(moved)), program.sharding(moved)
             ends = endpoint(program, moved), type_, sharding, endpoint(program, node)
-            program.set_causes(node, (NeighbourEdges(*ends, program.origin(node)),))
+            cause = RoundOfKeys if is_ring else NeighbourEdges
+            program.set_causes(node, (cause(*ends, program.origin(node)),))
 
     def _operand(self, value: fx.Node, target: Sharding, user: fx.Node, index: int, reasons: OpReasons) -> fx.Node:
         """The node that holds a value in the sharding that its user needs."""

@@ -87,6 +87,24 @@ def reduce_scatter(reductions: Sequence[Reduction], op: str, group: Group) -> Ca
     return finish
 
 
+def rotate(xs: Sequence[Tensor], group: Group) -> Callable[[], list[Tensor]]:
+    """Start to send tensors to the rank at the index after; the returned function waits, and returns as many received."""
+    backend: Any = group.process._get_backend(torch.device("cpu"))
+    before, after = (group.order[(group.index + shift) % group.size] for shift in (-1, 1))
+    sent = [x.contiguous() for x in xs]
+    received = [torch.empty_like(x) for x in sent]
+    with in_range("c10d::rotate"):
+        works = [backend.recv([x], before, TAG) for x in received if x.numel()]
+        works += [backend.send([x], after, TAG) for x in sent if x.numel()]
+
+    def finish() -> list[Tensor]:
+        _wait(works, group.timeout)
+        sent.clear()
+        return received
+
+    return finish
+
+
 def _small(sizes: Sequence[int]) -> list[int]:
     """The indices of values that are sent together, from their bytes in a message; a single one is sent alone."""
     small = [i for i, size in enumerate(sizes) if size <= SMALL]

@@ -139,6 +139,18 @@ def permute(x: Tensor, group: Group, source: int, target: int) -> Finish:
     return lambda: finish().view(x.shape)
 
 
+def rotate(xs: Sequence[Tensor], group: Group) -> Callable[[], list[Tensor]]:
+    """The tensors of the rank at the index before, of the same shapes; this rank's go to the one after."""
+    flat = torch.cat([x.flatten() for x in xs])
+    finish = permute(flat, group, (group.index - 1) % group.size, (group.index + 1) % group.size)
+
+    def received() -> list[Tensor]:
+        pieces = finish().split([x.numel() for x in xs])
+        return [piece.view(x.shape) for piece, x in zip(pieces, xs, strict=True)]
+
+    return received
+
+
 def exchange(
     x: Tensor, pieces: Sequence[Sequence[Tensor]], lengths: Sequence[Sequence[int]], dim: int, group: Group
 ) -> Callable[[], list[Sequence[Tensor]]]:

@@ -41,6 +41,15 @@ class SimulatedComm(LocalCollectives):
         """Run the collective of a bucket at once, on one buffer a rank."""
         return comm.start_packed(self, layout, [layout.pack(row) for row in rows])
 
+    def rotate(self, rows: Rows, axes: PartNames) -> Callable[[], Rows]:
+        """The tensors of the rank before each rank in its group."""
+        results = list(rows)
+        for group in self.mesh.groups(parse_parts(axes, self.mesh)):
+            for position, before in zip(group, (group[-1], *group), strict=False):
+                results[position] = rows[before]
+                self.traffic[before].count("collective_permute", sum(x.nbytes for x in rows[before]))
+        return lambda: results
+
     def all_gather(self, xs: Tensors, axes: PartNames, dim: int) -> Tensors:
         """Each rank of a group gets the pieces of all, joined along ``dim``."""
         return self._in_groups("all_gather", xs, axes, lambda group: [torch.cat(tuple(group), dim)] * len(group))

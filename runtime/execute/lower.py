@@ -25,14 +25,16 @@ import torch
 from torch import Tensor, fx
 from torch.fx.proxy import GraphAppendingTracer
 
+from shardc.ops.attention import RINGS, Ring
 from shardc.ops.contraction import BoundDot, Steps, dot, stepped
 from shardc.program.collective import EXCHANGES, group_size
 from shardc.program.communication import bucket, members
 from shardc.program.lifetime import dies_at, view_chain
-from shardc.program.node import is_free, operand, takes_device
+from shardc.program.node import is_free, operand, operands, takes_device
 from shardc.program.program import Program
 from shardc.program.text import range_name
 
+from ..comm import ring
 from ..comm.comm import BucketLayout, Comm, start_packed
 from .kernel import biased_products, kernel_of, overwriting
 
@@ -70,6 +72,15 @@ class Collective:
         """Start it, of a buffer for each rank in which the operands are."""
         assert self.layout is not None
         return start_packed(comm, self.layout, buffers)
+
+
+class RingCollective(Collective):
+    """A ring of attention, which is done once it has been started."""
+
+    def start(self, comm: Comm, *columns: Sequence[Tensor], into: Sequence[Any] = ()) -> Wait:
+        axes, _, values = self.args
+        rows = getattr(ring, self.kind)(comm, axes, Ring(*values), *columns)
+        return lambda: rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,8 +154,7 @@ class PartGraph:
 
     def start(self, node: fx.Node, collective: Collective) -> fx.Node:
         """Add a collective of one rank's operands."""
-        operands = node.args[3:] if collective.layout else node.args[:1]
-        columns: Any = [[self.of(each)] for each in operands]  # type: ignore[arg-type]
+        columns: Any = [[self.of(each)] for each in operands(node) if each is not None]
         return self.graph.create_node("call_function", collective.start, (self.comm, *columns), name=node.name)
 
 
@@ -191,7 +201,9 @@ def _collective(program: Program, node: fx.Node, order: Mapping[fx.Node, int]) -
     if program.level != "localized" or not (parts or target in EXCHANGES):
         return None
     if not parts:
-        return Collective(EXCHANGES[target], args, args[0], None, is_own=False) if args[0] else None
+        kind = RingCollective if target in RINGS else Collective
+        fixed = tuple(arg for arg in args if not isinstance(arg, fx.Node))
+        return kind(EXCHANGES[target], fixed, args[0], None, is_own=False) if args[0] else None
     assert program.mesh is not None
     if group_size(program.mesh, parts[0].kind, parts[0].args) == 1:
         return None

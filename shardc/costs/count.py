@@ -16,7 +16,8 @@ from shardc.language.machine import HierarchicalLink, Link, Machine
 from shardc.language.mesh import MICROBATCH
 from shardc.language.partition import parse_part
 from shardc.language.sharding import TensorType, dtype_name
-from shardc.ops.contraction import dot, is_attention
+from shardc.ops.attention import RINGS, is_attention, ring_flops
+from shardc.ops.contraction import dot
 from shardc.program.collective import Collective
 from shardc.program.communication import collective_at, is_collective
 from shardc.program.lifetime import is_row_of_kept
@@ -53,10 +54,12 @@ def flops_of_call(program: Program, node: fx.Node) -> int:
 def _flops(program: Program, node: fx.Node, type_of: TypeOf) -> int:
     packet: Any = getattr(node.target, "overloadpacket", None)
     formula = OWN_FORMULAS.get(packet) or flop_registry.get(COUNTED_AS.get(packet, packet))
-    if formula is None and node.target is not dot:
+    if formula is None and node.target is not dot and node.target not in RINGS:
         return 0
     operands: Any = fx.map_arg((node.args, node.kwargs), lambda node: _shape(type_of(*program.value(node))))
     args, kwargs = operands
+    if node.target in RINGS:
+        return ring_flops(node.target, args)
     if formula is None:  # a multiply and an add for every combination of the factors
         a, b, spec = args
         names = spec.partition("->")[0].replace(",", " ").split()

@@ -2,7 +2,8 @@
 
 | file | ops |
 |---|---|
-| ``contraction`` | ``mm``, ``bmm``, ``addmm``, ``dot`` of programs, ``grouped_mm`` of experts, attention |
+| ``attention`` | torch's fused attention, and attention over cut positions |
+| ``contraction`` | ``mm``, ``bmm``, ``addmm``, ``dot`` of programs, ``grouped_mm`` of experts |
 | ``index`` | ``index``, ``gather``, ``scatter``, ``index_put``, ``take``, ``searchsorted``, ``embedding`` |
 | ``linalg`` | factorizations, solvers, distances, ``fft`` |
 | ``normalization`` | layer, RMS, group and batch norm; ``nll_loss``, ``mse_loss`` and other losses |
@@ -18,6 +19,7 @@ from typing import Any
 
 from shardc.language.rule import RULES, OpRule, pointwise_rule
 from shardc.ops import (  # each file enters its rules in the table
+    attention,  # noqa: F401
     contraction,  # noqa: F401
     index,  # noqa: F401
     linalg,  # noqa: F401

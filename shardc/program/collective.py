@@ -21,6 +21,7 @@ from shardc.language.partition import parse_parts
 from shardc.language.sharding import DimSharding, Sharding, num_shards
 from shardc.language.size import plain
 from shardc.language.windows import overlap_add, rows_sent, windows
+from shardc.ops.attention import RINGS
 from shardc.program.provenance import Cause, cause_text
 
 
@@ -89,7 +90,9 @@ COLLECTIVES: dict[Callable[..., Any], CollectiveKind] = {
     mask_padding: "mask_padding",
     rechunk: "rechunk",
 }
-EXCHANGES: dict[Callable[..., Any], str] = {windows: "windows", overlap_add: "overlap_add"}  # with neighbours
+EXCHANGES: dict[Callable[..., Any], str] = {  # with neighbours; the arguments are a value, axes, a dim and what is sent
+    each: each.__name__ for each in (windows, overlap_add, *RINGS)
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +104,8 @@ class Collective:
     all ranks send, of a pipeline those of one stage; ``name`` is the node's, ``source`` the line of the user's model,
     ``node`` the node whose value it moves, ``causes`` say why it is there. Of a pipeline it is one
     ``stage``'s, and goes several ``times`` a step; a ``send`` is a message to another stage, which receives it.
-    ``ranks``: the size of the group where a rank sends a share of the payload, else 0.
+    ``ranks``: the size of the group where a rank sends a share of the payload, else 0. ``steps``: messages that follow
+    one another, of which a ring of attention has several.
     """
 
     kind: CollectiveKind
@@ -120,6 +124,7 @@ class Collective:
     stage: int | None = None
     times: int = 1
     ranks: int = field(default=0, repr=False, compare=False)
+    steps: int = 1
 
     def __repr__(self) -> str:
         when = self.phase if self.times == 1 else f"{self.phase} {self.times} times"

@@ -16,6 +16,7 @@ from shardc.language.machine import LOCAL_KINDS, CollectiveKind
 from shardc.language.mesh import axis_of
 from shardc.language.sharding import TensorType, dtype_name
 from shardc.language.windows import most_rows_sent, overlap_add
+from shardc.ops.attention import RINGS, Ring, ring_attention
 from shardc.ops.piece import fit
 from shardc.program.collective import (
     COLLECTIVES,
@@ -100,7 +101,9 @@ def is_collective(node: fx.Node, count_rows: RowCount = most_rows_sent) -> bool:
     parts = members(node)
     if parts:
         return parts[0].kind not in LOCAL_KINDS and not adds_microbatches(node)
-    return node.target in EXCHANGES and bool(node.args[1]) and count_rows(node.args[3])[0] != 0  # type: ignore[arg-type]
+    if node.target not in EXCHANGES or not node.args[1]:
+        return False
+    return node.target in RINGS or count_rows(node.args[3])[0] != 0  # type: ignore[arg-type]
 
 
 def collective_at(program: Program, node: fx.Node, count_rows: RowCount = most_rows_sent) -> Collective:
@@ -112,8 +115,13 @@ def collective_at(program: Program, node: fx.Node, count_rows: RowCount = most_r
     after = joined_type([program.local_type(node, i) for i in range(len(operands))])
     kind: CollectiveKind = "collective_permute"
     args: tuple[Any, ...] = parts[0].args if parts else node.args[1:]
-    ranks = 0
-    if not parts:  # of an exchange with neighbours
+    ranks, steps = 0, 1
+    if node.target in RINGS:
+        travelling = [program.local_type(each) for each in goes_round(node)]
+        before = after = joined_type(travelling)
+        steps = Ring(*node.args[3]).count - 1  # type: ignore[misc]
+        payload = wire = steps * before.nbytes
+    elif not parts:  # of an exchange with neighbours
         dim, values = node.args[2:4]
         sends, receives = count_rows(values)  # type: ignore[arg-type]
         if node.target is overlap_add:
@@ -132,8 +140,15 @@ def collective_at(program: Program, node: fx.Node, count_rows: RowCount = most_r
     return Collective(
         kind, args[0], dtype_name(after.dtype), before.shape, after.shape, payload, wire, total, name=node.name,
         phase=program.source(node).phase, node=", ".join(each.name for each in operands),
-        source=", ".join(dict.fromkeys(filter(None, sources))), causes=program.causes(node), ranks=ranks,
+        source=", ".join(dict.fromkeys(filter(None, sources))), causes=program.causes(node), ranks=ranks, steps=steps,
     )  # fmt: skip
+
+
+def goes_round(node: fx.Node) -> tuple[fx.Node, ...]:
+    """What a ring sends from rank to rank: keys and values, and in backward as much again for their gradients."""
+    is_forward = node.target is ring_attention
+    keys_and_values: Any = node.args[4:6] if is_forward else node.args[5:7]
+    return keys_and_values if is_forward else (*keys_and_values, *keys_and_values)
 
 
 def _payload(program: Program, node: fx.Node, part: Member, count: int) -> int:

@@ -184,6 +184,16 @@ class NeighbourEdges:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundOfKeys(NeighbourEdges):
+    """Queries of attention see keys of all chunks, which go round."""
+
+    @property
+    def text(self) -> str:
+        """The exchange in a few words."""
+        return f"{self.value} is {self.src.text(self.type)}, {self.user} sees the keys of all chunks"
+
+
+@dataclass(frozen=True, slots=True)
 class StageCrossing:
     """A stage of the pipeline ``option`` reads values of another stage: the names of their nodes."""
 

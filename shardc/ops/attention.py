@@ -1,0 +1,353 @@
+"""Fused attention: the rules of torch's ops, and attention whose positions are cut, block of keys by block of keys.
+
+A rank that has a chunk of the queries needs every key once. ``ring_attention`` takes the chunks of keys and values one
+after the other, as they come round, and joins what each gives by its logsumexp (Milakov and Gimelshein 2018)::
+
+    lse = logaddexp(lse_a, lse_b);  out = out_a * exp(lse_a - lse) + out_b * exp(lse_b - lse)
+
+Backward runs torch's own kernel on each block with the final result and logsumexp, so that nothing is computed again
+but what that kernel does (Ring Attention, Liu et al. 2023). On whole values both are attention as torch has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
+
+from shardc.language.rule import OpCall, Rule, make_rule, rule
+from shardc.language.sharding import TensorType, ceil_div
+
+aten = torch.ops.aten
+
+Family = Literal["flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"]
+FAMILIES: tuple[Family, ...] = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+FORWARD = {getattr(aten, f"_scaled_dot_product_{family}").default: family for family in FAMILIES}
+BACKWARD = {getattr(aten, f"_scaled_dot_product_{family}_backward").default: family for family in FAMILIES}
+
+
+# The rules.
+
+
+def _in_chunks(call: OpCall, first: int = 0, count: int = 1) -> Rule:
+    """Queries, keys, values, their gradients and masks are ``[batch, heads, positions, 1]``, the logsumexp has 3 dims.
+
+    ``first``: the position of the queries among the operands. Where keys have fewer heads than queries, those of the
+    queries are ``(h r)``, and the keys' gradients are sums over ``r``. A mask may lack leading dims. Positions are whole
+    until ``decompose`` takes the op apart in a ``count`` of chunks: a chunk of the queries needs all keys. A single
+    position is never cut. Seeds and lengths, of one dim or none, have no constraint.
+    """
+    q, k = call.operands[first : first + 2]
+    assert q is not None and k is not None
+    heads, lengths = sorted({q.shape[1], k.shape[1]}), (q.shape[2], k.shape[2])
+    names = {heads[0]: "h", heads[-1]: "(h r)" if len(heads) == 2 else "h"}
+
+    def spec(tensor: TensorType | None) -> str:
+        ndim = 0 if tensor is None else len(tensor.shape)
+        if tensor is None or ndim not in (2, 3, 4):
+            return "_"
+        row = tensor.shape[2 if ndim > 2 else 0]
+        along = "t" if row in lengths and 1 not in (row, *lengths) else "1"
+        head = names.get(tensor.shape[1], "1")
+        return f"{along} 1" if ndim == 2 else " ".join(["b", head, along, *["1"] * (ndim - 3)])
+
+    text = f"{', '.join(map(spec, call.operands))} -> {', '.join(map(spec, call.results))}"
+    return make_rule(text, call, chunks={"t": count})
+
+
+rule(tuple(FORWARD), _in_chunks, is_dense=True)  # torch 2.13 silently computes wrong values for other layouts
+rule(tuple(BACKWARD), partial(_in_chunks, first=1), is_dense=True)
+
+
+def is_attention(target: Any) -> bool:
+    """Whether an op is fused attention, or its backward."""
+    return target in FORWARD or target in BACKWARD or target in RINGS
+
+
+# Attention in chunks.
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """How attention goes round: ``queries`` and ``keys`` positions, each in ``count`` chunks, as torch.chunk cuts.
+
+    ``family``: whose kernels run. ``is_causal``: query i sees keys up to i. ``scale``: of the scores, by default
+    1 / sqrt(head size).
+    """
+
+    family: Family
+    count: int
+    queries: int
+    keys: int
+    is_causal: bool
+    scale: float | None
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The fields as a node's argument."""
+        return astuple(self)
+
+    def tiles(self, index: int, source: int) -> Iterator[Tile]:
+        """What the queries of a chunk see of the keys of another chunk, in tiles of which causal ones are square."""
+        queries, keys = _chunk(self.queries, self.count, index), _chunk(self.keys, self.count, source)
+        if not self.is_causal:
+            yield from _tiles(queries, keys, queries, keys)
+            return
+        first = max(queries.start, keys.start)  # the first query that sees any of them
+        last = min(queries.stop, keys.stop)
+        yield from _tiles(queries, keys, range(first, queries.stop), range(keys.start, min(first, keys.stop)))
+        yield from _tiles(queries, keys, range(first, last), range(first, last), is_causal=True)
+        yield from _tiles(queries, keys, range(last, queries.stop), range(first, last))
+
+
+def _chunk(length: int, count: int, index: int) -> range:
+    size = ceil_div(length, count)
+    return range(min(index * size, length), min((index + 1) * size, length))
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Rows of a chunk of queries, and columns of a chunk of keys of which each row sees each or, the n-th, the first n.
+
+    ``start``: the position of the first column.
+    """
+
+    rows: slice
+    columns: slice
+    start: int
+    is_causal: bool
+
+    def mask(self, mask: Tensor | None) -> Tensor | None:
+        """The part of a mask that has a row for each query of the chunk, or one for all, and columns for all keys."""
+        if mask is None:
+            return None
+        own = mask.narrow(-1, self.start, self.columns.stop - self.columns.start)
+        return own if own.shape[-2] == 1 else own[..., self.rows, :]
+
+
+def _tiles(queries: range, keys: range, rows: range, columns: range, is_causal: bool = False) -> Iterator[Tile]:
+    """The tile of these positions of two chunks, if there is any."""
+    if rows and columns:
+        own, other = (
+            slice(part.start - of.start, part.stop - of.start) for part, of in ((rows, queries), (columns, keys))
+        )
+        yield Tile(own, other, columns.start, is_causal)
+
+
+def ring_attention(
+    q: Tensor,
+    axes: tuple[str, ...],
+    dim: int,
+    values: tuple[Any, ...],
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention and its logsumexp. ``axes`` cut the positions, dim 2; ``values`` are those of a ``Ring``.
+
+    ``mask`` is added to the scores.
+    """
+    ring = Ring(*values)
+    return kernels(ring.family, mask).forward(q, k, v, Scores(mask, ring.is_causal, ring.scale))
+
+
+def ring_attention_backward(
+    grad: Tensor, axes: tuple[str, ...], dim: int, values: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor,
+    out: Tensor, lse: Tensor, mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of queries, keys and values, from that of the result ``out`` with logsumexp ``lse``."""
+    ring = Ring(*values)
+    return kernels(ring.family, mask).backward(grad, q, k, v, out, lse, Scores(mask, ring.is_causal, ring.scale))
+
+
+RINGS = (ring_attention, ring_attention_backward)
+rule(ring_attention, lambda call: _in_chunks(call, 0, Ring(*call.args[3]).count))
+rule(ring_attention_backward, lambda call: _in_chunks(call, 1, Ring(*call.args[3]).count))
+
+
+def ring_flops(target: Any, args: tuple[Any, ...]) -> int:
+    """Operations of a call of ``RINGS``, from its arguments with shapes for tensors: every query meets all keys."""
+    first, _, _, values, *others = args
+    (q, k, v) = (first, *others[:2]) if target is ring_attention else others[:3]
+    k, v = ((*shape[:2], Ring(*values).keys, shape[3]) for shape in (k, v))
+    count: int = sdpa_flop_count(q, k, v) if target is ring_attention else sdpa_backward_flop_count(first, q, k, v)
+    return count
+
+
+# On one rank: the attention of its chunk of queries to one chunk of keys after the other.
+
+
+class Joined:
+    """The attention of a chunk of queries to all keys that it has met.
+
+    State: ``out``, in the dtype that sums are made in, and ``lse``, minus infinity where a query has seen no key yet.
+    """
+
+    def __init__(self, ring: Ring, index: int, q: Tensor, v: Tensor, mask: Tensor | None) -> None:
+        self.ring, self.index, self.q, self.mask = ring, index, q, mask
+        self.out = v.new_zeros([*q.shape[:3], v.shape[3]], dtype=sum_dtype(v.dtype))
+        self.lse = v.new_full(q.shape[:3], -torch.inf, dtype=self.out.dtype)
+
+    def meet(self, source: int, k: Tensor, v: Tensor) -> None:
+        """Join what the queries see of another chunk of keys and values."""
+        for tile in self.ring.tiles(self.index, source):
+            q, out, lse = (x[:, :, tile.rows] for x in (self.q, self.out, self.lse))
+            scores = Scores(tile.mask(self.mask), tile.is_causal, self.ring.scale)
+            run = kernels(self.ring.family, scores.mask).forward
+            more, further = run(q, k[:, :, tile.columns], v[:, :, tile.columns], scores)
+            further = further.masked_fill(scores.hidden, -torch.inf) if scores.mask is not None else further
+            joined = torch.logaddexp(lse, further)
+            base = joined.masked_fill(joined == -torch.inf, 0.0)  # where no key was seen, weights are exp(-inf)
+            out.mul_((lse - base).exp().unsqueeze(-1)).add_(more * (further - base).exp().unsqueeze(-1))
+            lse.copy_(joined)
+
+    @property
+    def results(self) -> tuple[Tensor, Tensor]:
+        """The result in the dtype of the operands, and its logsumexp, 0 where a query sees no key."""
+        return self.out.to(self.q.dtype), self.lse.masked_fill(self.lse == -torch.inf, 0.0)
+
+
+class Gradients:
+    """The gradients that a chunk of queries gives. State: ``of_queries``, a sum over the keys that it has met."""
+
+    def __init__(
+        self, ring: Ring, index: int, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None
+    ) -> None:
+        self.ring, self.index, self.rows, self.mask = ring, index, (grad, q, out, lse), mask
+        self.of_queries = torch.zeros_like(q, dtype=sum_dtype(q.dtype))
+
+    def meet(self, source: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """What the queries add to the gradients of another chunk of keys and values, in the dtype of sums."""
+        dk, dv = (torch.zeros_like(x, dtype=sum_dtype(x.dtype)) for x in (k, v))
+        for tile in self.ring.tiles(self.index, source):
+            grad, q, out, lse = (x[:, :, tile.rows] for x in self.rows)
+            scores = Scores(tile.mask(self.mask), tile.is_causal, self.ring.scale)
+            run = kernels(self.ring.family, scores.mask).backward
+            parts = run(grad, q, k[:, :, tile.columns], v[:, :, tile.columns], out, lse, scores)
+            for total, part in zip(
+                (self.of_queries[:, :, tile.rows], dk[:, :, tile.columns], dv[:, :, tile.columns]), parts, strict=True
+            ):
+                total += part
+        return dk, dv
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that numbers of a dtype are summed in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+# Torch's kernels, of all families with the same arguments and without dropout.
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What becomes of scores: they are multiplied by ``scale``, and a ``mask`` is added."""
+
+    mask: Tensor | None
+    is_causal: bool
+    scale: float | None
+
+    @property
+    def hidden(self) -> Tensor:
+        """The queries that the mask lets see no key, shaped to broadcast to a logsumexp."""
+        assert self.mask is not None
+        return (self.mask == -torch.inf).all(-1)
+
+
+class Kernels(Protocol):
+    """The forward kernel of a family and its backward. They are never given empty tensors."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        """Attention, and its logsumexp ``[batch, heads, queries]``."""
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of queries, keys and values."""
+
+
+def kernels(family: Family, mask: Tensor | None) -> Kernels:
+    """The kernels of a family; cuDNN's give way to others, and so do those that take no mask where there is one."""
+    if family == "flash_attention_for_cpu":
+        return _OfCpu()
+    return _Flash() if mask is None and family != "efficient_attention" else _Efficient()
+
+
+class _OfCpu:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        run, tensors = aten._scaled_dot_product_flash_attention_for_cpu.default, map(_dense, (q, k, v))
+        out, lse = run(*tensors, 0.0, scores.is_causal, attn_mask=scores.mask, scale=scores.scale)
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        run, tensors = (
+            aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+            map(_dense, (grad, q, k, v, out)),
+        )
+        dq, dk, dv = run(*tensors, lse, 0.0, scores.is_causal, attn_mask=scores.mask, scale=scores.scale)
+        return dq, dk, dv
+
+
+class _Flash:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        run = aten._scaled_dot_product_flash_attention.default
+        out, lse, *_ = run(*map(_dense, (q, k, v)), 0.0, scores.is_causal, scale=scores.scale)
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        run, tensors, seed = (
+            aten._scaled_dot_product_flash_attention_backward.default,
+            map(_dense, (grad, q, k, v, out)),
+            _seed(q),
+        )
+        lengths = None, None, q.shape[2], k.shape[2]
+        dq, dk, dv = run(*tensors, lse.contiguous(), *lengths, 0.0, scores.is_causal, seed, seed, scale=scores.scale)
+        return dq, dk, dv
+
+
+class _Efficient:
+    """Its logsumexp has a multiple of 32 queries, and its mask rows of a multiple of 16 elements in memory."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        run, bias = aten._scaled_dot_product_efficient_attention.default, self._bias(q, k, scores.mask)
+        out, lse, *_ = run(*map(_dense, (q, k, v)), bias, True, 0.0, scores.is_causal, scale=scores.scale)
+        return out, lse[:, :, : q.shape[2]]
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        run, bias, seed = (
+            aten._scaled_dot_product_efficient_attention_backward.default,
+            self._bias(q, k, scores.mask),
+            _seed(q),
+        )
+        lse = pad(lse, [0, -lse.shape[2] % 32], value=torch.inf)
+        dq, dk, dv, _ = run(
+            *map(_dense, (grad, q, k, v)), bias, _dense(out), lse, seed, seed, 0.0, [True, True, True, False],
+            scores.is_causal, scale=scores.scale,
+        )  # fmt: skip
+        return dq, dk, dv
+
+    def _bias(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor | None:
+        if mask is None:
+            return None
+        return pad(mask, [0, -mask.shape[-1] % 16])[..., : mask.shape[-1]].expand(*q.shape[:3], k.shape[2])
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _seed(x: Tensor) -> Tensor:
+    """What kernels read where there is dropout."""
+    return torch.empty([], dtype=torch.long, device=x.device)
