@@ -24,6 +24,7 @@ from shardc.language.sharding import Sharding
 from shardc.language.text import bytes_text
 from shardc.options import (
     ADAM,
+    AUTO,
     BUCKET,
     Options,
     Pipeline,
@@ -219,6 +220,7 @@ def compile(
     bucket: int = BUCKET,
     links: Links = None,
     optimizer: str = ADAM,
+    attention: str = AUTO,
     fixed: tuple[Pin, ...] = (),
     strict: bool = False,
     cache: str | os.PathLike[str] | None = None,
@@ -243,6 +245,9 @@ def compile(
         links: the machine that times are estimated for, ``{"tp": "nvlink", "dp": "ib"}``, a file of
             ``shardc bench-links`` or a ``Machine``.
         optimizer: ``adam``, ``adamw``, ``momentum`` or ``sgd``, whose states count as memory and its step as time.
+        attention: how it is computed where positions are cut: in a ``"ring"``, in which keys and values go from rank to
+            rank; with positions whole and heads cut instead (``"ulysses"``); with keys and values whole on every rank
+            (``"gather"``); by default the first or the second, whichever sends less.
         fixed: shardings that are settled already and stand above annotations.
         strict: a ShardingError for every op that has no rule and every gather that no annotation asks for.
         cache: a folder in which what passes make of a captured model is kept, for later processes. It may be shared;
@@ -263,7 +268,8 @@ def compile(
         >>> program.collectives
         (<all_reduce_tp: all_reduce over tp, forward, 48 bytes sent>,)
     """
-    described, options = Mesh.of(mesh), Options(zero, precision, remat, bucket, pipeline, machine_of(links), optimizer)
+    machine = machine_of(links)
+    described, options = Mesh.of(mesh), Options(zero, precision, remat, bucket, pipeline, machine, optimizer, attention)
     request = Request(described, annotations or {}, args, kwargs or {}, train, differentiable, options, fixed, strict)
     kept = Cache(Path(cache)) if isinstance(cache, (str, os.PathLike)) else cache
     return _compiled(model, request, cache=kept)
@@ -333,6 +339,7 @@ def parallelize(
     bucket: int = BUCKET,
     links: Links = None,
     optimizer: str = ADAM,
+    attention: str = AUTO,
     strict: bool = False,
     initial: Literal["broadcast", "check", "trust"] = "broadcast",
     check: Literal["first", "always", "never"] = "always",
@@ -390,13 +397,13 @@ def parallelize(
     asked: dict[str, Any] = {
         "annotations": annotations, "differentiable": differentiable, "zero": zero, "pipeline": pipeline,
         "precision": precision, "remat": remat, "bucket": bucket, "links": links, "optimizer": optimizer,
-        "strict": strict,
+        "attention": attention, "strict": strict,
     }  # fmt: skip
     with making_together(mesh, runtime, model, {**asked, "cache": cache is not None}) as meeting:
         check_model(model)
         check_annotations(annotations or {})
         check_draw(seed, 0)
-        options = Options(zero, precision, remat, bucket, pipeline, machine_of(links), optimizer)
+        options = Options(zero, precision, remat, bucket, pipeline, machine_of(links), optimizer, attention)
         check_call(args, kwargs, True, differentiable, strict)
         kept = None if cache is None else Cache(Path(cache), None if meeting is None else meeting.agreement)
         compile_fn = partial(_compile_call, mesh=mesh, cache=kept, **asked)

@@ -23,6 +23,8 @@ SCHEDULES = (*ORDERS, "auto")
 BUCKET = 25 * 2**20  # bytes, as many as DDP's
 ADAM = "adam"
 OPTIMIZERS = {ADAM: 2, "adamw": 2, "momentum": 1, "sgd": 0}  # states of each parameter, of its shape and dtype
+AUTO, RING, ULYSSES, GATHER = "auto", "ring", "ulysses", "gather"
+ATTENTIONS = (AUTO, RING, ULYSSES, GATHER)  # ways to compute attention whose positions are cut
 MICROBATCHES, CHUNKS = 2**10, 2**10  # at most: a schedule lists every one
 
 
@@ -265,7 +267,8 @@ class Options:
 
     ``bucket``: bytes of a rank in one bucket of collectives that are sent together; 1 sends each alone. Packing takes
     memory of less than twice as many bytes. ``machine``: the one that times are estimated for. ``optimizer``: one of
-    ``OPTIMIZERS``, whose states count as memory and whose step counts as time.
+    ``OPTIMIZERS``, whose states count as memory and whose step counts as time. ``attention``: how it is computed where
+    positions are cut, one of ``ATTENTIONS``.
     """
 
     zero: Zero | None = None
@@ -275,6 +278,7 @@ class Options:
     pipeline: Pipeline | None = None
     machine: Machine = field(default_factory=Machine)
     optimizer: str = ADAM
+    attention: str = AUTO
 
     @property
     def optimizer_states(self) -> int:
@@ -315,6 +319,10 @@ class Options:
             remedy = did_you_mean(str(self.optimizer), OPTIMIZERS) or f"say one of {', '.join(OPTIMIZERS)}"
             what, problem = f"optimizer={self.optimizer!r}", "its states are not known"
             raise OptionError("option optimizer", what, problem, remedy)
+        if self.attention not in ATTENTIONS:
+            remedy = did_you_mean(str(self.attention), ATTENTIONS) or f"say one of {', '.join(ATTENTIONS)}"
+            what, problem = f"attention={self.attention!r}", "there is no such way to compute it"
+            raise OptionError("option attention", what, problem, remedy)
 
 
 KINDS: Mapping[str, tuple[type, str]] = {  # of options, each with an example

@@ -8,11 +8,15 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc.language.errors import ShardingError
+from shardc.language.sharding import num_shards
 from shardc.ops.attention import BACKWARD, FORWARD, Ring, ring_attention, ring_attention_backward
+from shardc.options import AUTO, GATHER, ULYSSES
+from shardc.program.program import Program
 
 from .along import Along, Results, Windowed
 
-POSITIONS = 2  # the dim of queries and keys
+HEADS, POSITIONS = 1, 2  # dims of queries and keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,21 +28,60 @@ class Rings(Windowed):
 
         In backward their gradients go with them. None where a mask has a gradient too.
         """
-        given = along.given
-        if along.dim != POSITIONS or (mask := given.get("grad_input_mask")) and mask[3]:
+        given, program = along.given, along.emit.program
+        if along.dim != POSITIONS or ((mask := given.get("grad_input_mask")) and mask[3]):
             return None
+        way = program.options.attention
+        if way == ULYSSES and not _divides(along):
+            raise _undivided(along)
+        if way == ULYSSES or (way == AUTO and _divides(along) and _sends_less_to_heads(along)):
+            return None  # the axes of positions move to heads, see choose_dims
         tensors = [along.emit.type(given[name]).nbytes for name in ("key", "value")]
         return (along.count - 1) * sum(tensors) * (2 if along.node.target in BACKWARD else 1)
+
+
+def _divides(along: Along) -> bool:
+    """Whether the ranks that share the positions could share the heads of keys instead."""
+    sharding, heads = along.emit.program.sharding(along.given["key"]), along.emit.shape(along.given["key"])[HEADS]
+    return heads % (num_shards(sharding.dims[HEADS].all_axes) * along.count) == 0
+
+
+def _sends_less_to_heads(along: Along) -> bool:
+    """Whether fewer bytes go by all_to_all of queries, keys, values and results than round a ring, in a whole step.
+
+    A mask for each query would be gathered.
+    """
+    given, emit, times = along.given, along.emit, 2 if _has_backward(along.emit.program) else 1
+    q, k, v = (emit.type(given[name]).nbytes for name in ("query", "key", "value"))
+    mask = _mask(along)
+    gathered = emit.type(mask).nbytes if mask is not None and emit.shape(mask)[-2] > 1 else 0
+    return times * ((q + k) * 2 / along.count + gathered) < (2 * times - 1) * (k + v)
+
+
+def _has_backward(program: Program) -> bool:
+    return any(node.target in BACKWARD or node.target is ring_attention_backward for node in program.calls)
+
+
+def _undivided(along: Along) -> ShardingError:
+    place, heads = along.emit.program.source(along.node).place, along.emit.shape(along.given["key"])[HEADS]
+    problem = f"the heads cannot be shared by the {along.count} ranks that share the positions"
+    return ShardingError(f"attention={ULYSSES!r}, {place}", f"{heads} heads of keys", problem, "say attention='ring'")
+
+
+def _mask(along: Along) -> fx.Node | None:
+    mask: fx.Node | None = along.given.get("attn_mask") or along.given.get("attn_bias")
+    return mask
 
 
 def _expand(along: Along) -> Results:
     emit, given = along.emit, along.given
     q, k, v = (given[name] for name in ("query", "key", "value"))
-    mask = given.get("attn_mask") or given.get("attn_bias")
+    mask = _mask(along)
     masks = [] if mask is None else [mask]
     family = (FORWARD | BACKWARD)[along.node.target]
     lengths = along.size(q), along.size(k)
-    ring = Ring(family, along.count, *lengths, given["is_causal"], given["scale"])
+    travels = emit.program.options.attention != GATHER
+    ring = Ring(family, along.count, *lengths, given["is_causal"], given["scale"], travels)
     fixed = (), POSITIONS, ring.values
     if along.node.target in FORWARD:
         call = emit(ring_attention, q, *fixed, k, v, *masks)

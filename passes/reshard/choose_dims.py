@@ -21,6 +21,7 @@ from shardc.language.cut import dims_sharding, factor_cuts
 from shardc.language.mesh import MICROBATCH
 from shardc.language.rule import Dims, Rule
 from shardc.language.sharding import WHOLE, DimSharding, Sharding
+from shardc.ops.attention import is_attention
 from shardc.program.node import ancestors, arguments, is_getitem
 from shardc.program.program import Program, Value
 from shardc.program.provenance import Origin, Shardings
@@ -47,14 +48,18 @@ def with_moved_axes(plan: CutPlan) -> CutPlan:
 
 
 def _cheapest(plan: CutPlan, nodes: list[fx.Node]) -> CutPlan:
-    """The plan, or that of fewest bytes in which these ops are cut in another way; the program's shardings are its."""
+    """The plan, or that of fewest bytes in which these ops are cut in another way; the program's shardings are its.
+
+    Attention is always cut where it can be: gathered, every rank would do all of it.
+    """
     program, start = plan.program, plan
     before = facts = _facts(program)
     for way in dict.fromkeys(_ways(start, nodes[0])):
         stand_ins, results = _moved(start, [node for node in nodes if way in _ways(start, node)], way)
         spread(program, results)
         other = choose_cuts(program, {**start.arrivals.stand_ins, **stand_ins})
-        if other.wire_bytes < plan.wire_bytes or (plan is start and other.wire_bytes == plan.wire_bytes):
+        is_first = plan is start and (other.wire_bytes == plan.wire_bytes or is_attention(nodes[0].target))
+        if is_first or other.wire_bytes < plan.wire_bytes:
             plan, facts = other, _facts(program)
         set_facts(program, before)
     set_facts(program, facts)
@@ -78,6 +83,9 @@ def set_facts(program: Program, facts: Mapping[fx.Node, Facts]) -> None:
 
 def _kind(plan: CutPlan, node: fx.Node) -> Hashable:
     program = plan.program
+    if is_attention(node.target):  # forward and backward read the same values, so that one way serves both
+        read = (program.value(arguments(node)[name]) for name in ("query", "key", "value"))
+        return tuple((program.value_type(value), plan.arrivals.shardings[value]) for value in read)
     values = [value and (program.value_type(value), plan.arrivals.shardings[value])
               for value in program.operand_values(node)]  # fmt: skip
     fixed = {name: str(value) for name, value in arguments(node).items() if not isinstance(value, (fx.Node, list))}
@@ -87,7 +95,8 @@ def _kind(plan: CutPlan, node: fx.Node) -> Hashable:
 def _ways(plan: CutPlan, node: fx.Node) -> Iterator[Way]:
     """The free factors that can take the axes of a whole one, which then cut nothing of the op."""
     program, rule, op = plan.program, plan.program.rule(node), plan.ops[node]
-    if not rule.whole:
+    kept = rule.whole | {factor for factor, count in rule.chunks.items() if count == 1}
+    if not kept:
         return
     used = {part for sharding in (*op.operands, *op.results) if sharding for part in sharding.used_parts}
     for value, dims in zip(program.operand_values(node), rule.operands, strict=True):
@@ -95,7 +104,7 @@ def _ways(plan: CutPlan, node: fx.Node) -> Iterator[Way]:
             continue
         sharding, shape = plan.arrivals.shardings[value], program.value_type(value).shape
         for factor, cut in factor_cuts(dims, sharding.dims, shape, rule.sizes).items():
-            if factor not in rule.whole or cut.minor or not used.isdisjoint(cut.axes):
+            if factor not in kept or cut.minor or not used.isdisjoint(cut.axes):
                 continue
             if any(part.name == MICROBATCH for part in cut.axes):
                 continue  # they follow one another

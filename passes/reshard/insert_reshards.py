@@ -28,12 +28,21 @@ from shardc.language.mesh import AxisPart
 from shardc.language.rule import Dims
 from shardc.language.sharding import DimSharding, Sharding
 from shardc.language.windows import moves_rows
-from shardc.ops.attention import RINGS
+from shardc.ops.attention import RINGS, Ring
 from shardc.program.collective import EXCHANGES, reshard
 from shardc.program.communication import goes_round
 from shardc.program.node import is_annotation, is_getitem, operand, operands, set_operands
 from shardc.program.program import Output, Program, Value, ends_of
-from shardc.program.provenance import Cause, Endpoint, Need, NeedKind, NeighbourEdges, Origin, RoundOfKeys, ShardingChange
+from shardc.program.provenance import (
+    Cause,
+    Endpoint,
+    Need,
+    NeedKind,
+    NeighbourEdges,
+    Origin,
+    RoundOfKeys,
+    ShardingChange,
+)
 from shardc.program.text import value_name
 
 from .choose_cuts import CutPlan
@@ -103,7 +112,7 @@ class _Rewriter:
         program.set_origins(node, reasons.result_origins())
         program.set_sharding(node, op.results if program.has_many(node) else op.results[0])
         is_ring = node.target in RINGS
-        if is_ring or (node.target in EXCHANGES and moves_rows(node.args[3])):  # type: ignore[arg-type]
+        if node.target in EXCHANGES and (Ring(*node.args[3]).travels if is_ring else moves_rows(node.args[3])):  # type: ignore
             moved = goes_round(node)[0] if is_ring else operand(node)
             type_, sharding = program.value_type(program.value(moved)), program.sharding(moved)
             ends = endpoint(program, moved), type_, sharding, endpoint(program, node)

@@ -88,7 +88,7 @@ def reduce_scatter(reductions: Sequence[Reduction], op: str, group: Group) -> Ca
 
 
 def rotate(xs: Sequence[Tensor], group: Group) -> Callable[[], list[Tensor]]:
-    """Start to send tensors to the rank at the index after; the returned function waits, and returns as many received."""
+    """Start to send tensors to the next index; the returned function waits, and returns those of the index before."""
     backend: Any = group.process._get_backend(torch.device("cpu"))
     before, after = (group.order[(group.index + shift) % group.size] for shift in (-1, 1))
     sent = [x.contiguous() for x in xs]

@@ -27,6 +27,10 @@ def ring_attention(
     indices = _indices(comm, axes)
     joined = [Joined(ring, *each) for each in zip(indices, qs, vs, _masks(masks, qs), strict=True)]
     met: Rows = list(zip(ks, vs, strict=True))
+    if not ring.travels:
+        for own, row in zip(joined, met, strict=True):
+            own.meet(None, *row)
+        return [each.results for each in joined]
     for step in range(ring.count):
         arriving = _send_on(comm, axes, met, step, ring)
         for own, index, (k, v) in zip(joined, indices, met, strict=True):
@@ -48,20 +52,28 @@ def ring_attention_backward(
     columns = grads, qs, outs, lses, _masks(masks, qs)
     gradients = [Gradients(ring, *each) for each in zip(indices, *columns, strict=True)]
     met: Rows = list(zip(ks, vs, strict=True))
-    of_own: list[Row] = []
-    travelling: Callable[[], Rows] | None = None
+    if not ring.travels:
+        return [_gradients(own, own.meet(None, *row), q, row) for own, q, row in zip(gradients, qs, met, strict=True)]
+    parts, travelling = list[Row](), None  # what queries add in a step, and sums on their way
     for step in range(count):
         arriving = _send_on(comm, axes, met, step, ring)
-        parts = [own.meet((index - step) % count, *row) for own, index, row in zip(gradients, indices, met, strict=True)]
+        meetings = zip(gradients, indices, met, strict=True)
+        parts = [own.meet((index - step) % count, *row) for own, index, row in meetings]
         if step == 0:
             of_own = parts
         else:
-            sums = parts if travelling is None else [_added(*each) for each in zip(parts, travelling(), strict=True)]
-            travelling = comm.rotate([_like(row, kv) for row, kv in zip(sums, met, strict=True)], axes)
+            sums = parts if travelling is None else _added(parts, travelling())
+            travelling = comm.rotate([_like(*each) for each in zip(sums, met, strict=True)], axes)
         met = arriving()
-    sums = of_own if travelling is None else [_added(*each) for each in zip(of_own, travelling(), strict=True)]
-    rows = zip(gradients, sums, zip(ks, vs, strict=True), qs, strict=True)
-    return [(own.of_queries.to(q.dtype), *_like(row, kv)) for own, row, kv, q in rows]
+    assert travelling is not None
+    sums = _added(of_own, travelling())
+    own_rows = zip(ks, vs, strict=True)
+    return [_gradients(*each) for each in zip(gradients, sums, qs, own_rows, strict=True)]
+
+
+def _gradients(own: Gradients, of_keys: Row, q: Tensor, row: Sequence[Tensor]) -> Row:
+    """The gradients of queries, keys and values, in their dtypes."""
+    return own.of_queries.to(q.dtype), *_like(of_keys, row)
 
 
 def _send_on(comm: Comm, axes: PartNames, met: Rows, step: int, ring: Ring) -> Callable[[], Rows]:
@@ -69,8 +81,9 @@ def _send_on(comm: Comm, axes: PartNames, met: Rows, step: int, ring: Ring) -> C
     return comm.rotate(met, axes) if step + 1 < ring.count else lambda: ()
 
 
-def _added(parts: Row, arrived: Sequence[Tensor]) -> Row:
-    return tuple(part.add_(other) for part, other in zip(parts, arrived, strict=True))
+def _added(parts: Sequence[Row], arrived: Rows) -> list[Row]:
+    pairs = zip(parts, arrived, strict=True)
+    return [tuple(part.add_(other) for part, other in zip(*each, strict=True)) for each in pairs]
 
 
 def _like(row: Sequence[Tensor], others: Sequence[Tensor]) -> Row:

@@ -45,6 +45,9 @@ class MicrobatchComm(LocalCollectives):
     def start_bucket(self, layout: BucketLayout, rows: Rows, into: Sequence[Places] = ()) -> Callable[[], Rows]:
         return self.comm.start_bucket(layout, rows, into)
 
+    def rotate(self, rows: Rows, axes: PartNames) -> Callable[[], Rows]:
+        return self.comm.rotate(rows, axes)
+
 
 class MicrobatchConverter:
     """Converts between a tensor and this rank's shards of it for all microbatches.

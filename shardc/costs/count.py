@@ -155,7 +155,9 @@ def call_seconds(program: Program, node: fx.Node) -> float:
     types = [type_ for type_ in program.types(node) if type_ is not None]
     dtype = dtype_name(types[0].dtype) if types else "float32"
     flops, moved = flops_of_call(program, node), bytes_moved(program, node)
-    return program.options.machine.device.seconds(flops, moved, dtype, is_attention(node.target))
+    return program.options.machine.device.seconds(
+        flops, moved, dtype, is_attention(node.target) or node.target in RINGS
+    )
 
 
 def bytes_moved(program: Program, node: fx.Node) -> int:

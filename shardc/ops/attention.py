@@ -35,29 +35,32 @@ BACKWARD = {getattr(aten, f"_scaled_dot_product_{family}_backward").default: fam
 # The rules.
 
 
-def _in_chunks(call: OpCall, first: int = 0, count: int = 1) -> Rule:
+def _in_chunks(call: OpCall, first: int = 0, count: int = 1, travels: bool = True) -> Rule:
     """Queries, keys, values, their gradients and masks are ``[batch, heads, positions, 1]``, the logsumexp has 3 dims.
 
     ``first``: the position of the queries among the operands. Where keys have fewer heads than queries, those of the
-    queries are ``(h r)``, and the keys' gradients are sums over ``r``. A mask may lack leading dims. Positions are whole
-    until ``decompose`` takes the op apart in a ``count`` of chunks: a chunk of the queries needs all keys. A single
-    position is never cut. Seeds and lengths, of one dim or none, have no constraint.
+    queries are ``(h r)``, and the keys' gradients are sums over ``r``. A mask may lack leading dims. Positions are
+    whole until ``decompose`` takes the op apart in a ``count`` of chunks: a chunk of the queries needs all keys. A
+    single position is never cut. ``travels``: keys are cut as queries are. Seeds and lengths have no constraint.
     """
     q, k = call.operands[first : first + 2]
     assert q is not None and k is not None
     heads, lengths = sorted({q.shape[1], k.shape[1]}), (q.shape[2], k.shape[2])
     names = {heads[0]: "h", heads[-1]: "(h r)" if len(heads) == 2 else "h"}
 
-    def spec(tensor: TensorType | None) -> str:
+    has_whole_keys = {first + 1, first + 2, *({-2, -1} if first else ())} if not travels else set[int]()
+
+    def spec(place: int, tensor: TensorType | None) -> str:
         ndim = 0 if tensor is None else len(tensor.shape)
         if tensor is None or ndim not in (2, 3, 4):
             return "_"
         row = tensor.shape[2 if ndim > 2 else 0]
-        along = "t" if row in lengths and 1 not in (row, *lengths) else "1"
-        head = names.get(tensor.shape[1], "1")
+        is_cut = row in lengths and 1 not in (row, *lengths) and place not in has_whole_keys
+        along, head = "t" if is_cut else "1", names.get(tensor.shape[1], "1")
         return f"{along} 1" if ndim == 2 else " ".join(["b", head, along, *["1"] * (ndim - 3)])
 
-    text = f"{', '.join(map(spec, call.operands))} -> {', '.join(map(spec, call.results))}"
+    left, right = list(enumerate(call.operands)), list(enumerate(call.results, -len(call.results)))
+    text = " -> ".join(", ".join(spec(*each) for each in side) for side in (left, right))
     return make_rule(text, call, chunks={"t": count})
 
 
@@ -67,7 +70,7 @@ rule(tuple(BACKWARD), partial(_in_chunks, first=1), is_dense=True)
 
 def is_attention(target: Any) -> bool:
     """Whether an op is fused attention, or its backward."""
-    return target in FORWARD or target in BACKWARD or target in RINGS
+    return target in FORWARD or target in BACKWARD
 
 
 # Attention in chunks.
@@ -78,7 +81,7 @@ class Ring:
     """How attention goes round: ``queries`` and ``keys`` positions, each in ``count`` chunks, as torch.chunk cuts.
 
     ``family``: whose kernels run. ``is_causal``: query i sees keys up to i. ``scale``: of the scores, by default
-    1 / sqrt(head size).
+    1 / sqrt(head size). ``travels``: chunks of keys and values go round; else they are whole on every rank.
     """
 
     family: Family
@@ -87,15 +90,17 @@ class Ring:
     keys: int
     is_causal: bool
     scale: float | None
+    travels: bool = True
 
     @property
     def values(self) -> tuple[Any, ...]:
         """The fields as a node's argument."""
         return astuple(self)
 
-    def tiles(self, index: int, source: int) -> Iterator[Tile]:
-        """What the queries of a chunk see of the keys of another chunk, in tiles of which causal ones are square."""
-        queries, keys = _chunk(self.queries, self.count, index), _chunk(self.keys, self.count, source)
+    def tiles(self, index: int, source: int | None) -> Iterator[Tile]:
+        """What the queries of a chunk see of the keys of another chunk, or of all, in tiles; causal ones are square."""
+        queries = _chunk(self.queries, self.count, index)
+        keys = range(self.keys) if source is None else _chunk(self.keys, self.count, source)
         if not self.is_causal:
             yield from _tiles(queries, keys, queries, keys)
             return
@@ -167,8 +172,15 @@ def ring_attention_backward(
 
 
 RINGS = (ring_attention, ring_attention_backward)
-rule(ring_attention, lambda call: _in_chunks(call, 0, Ring(*call.args[3]).count))
-rule(ring_attention_backward, lambda call: _in_chunks(call, 1, Ring(*call.args[3]).count))
+
+
+def _ring_rule(call: OpCall, first: int) -> Rule:
+    ring = Ring(*call.args[3])
+    return _in_chunks(call, first, ring.count, ring.travels)
+
+
+rule(ring_attention, partial(_ring_rule, first=0))
+rule(ring_attention_backward, partial(_ring_rule, first=1))
 
 
 def ring_flops(target: Any, args: tuple[Any, ...]) -> int:
@@ -194,8 +206,8 @@ class Joined:
         self.out = v.new_zeros([*q.shape[:3], v.shape[3]], dtype=sum_dtype(v.dtype))
         self.lse = v.new_full(q.shape[:3], -torch.inf, dtype=self.out.dtype)
 
-    def meet(self, source: int, k: Tensor, v: Tensor) -> None:
-        """Join what the queries see of another chunk of keys and values."""
+    def meet(self, source: int | None, k: Tensor, v: Tensor) -> None:
+        """Join what the queries see of another chunk of keys and values, or of all."""
         for tile in self.ring.tiles(self.index, source):
             q, out, lse = (x[:, :, tile.rows] for x in (self.q, self.out, self.lse))
             scores = Scores(tile.mask(self.mask), tile.is_causal, self.ring.scale)
@@ -222,8 +234,8 @@ class Gradients:
         self.ring, self.index, self.rows, self.mask = ring, index, (grad, q, out, lse), mask
         self.of_queries = torch.zeros_like(q, dtype=sum_dtype(q.dtype))
 
-    def meet(self, source: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """What the queries add to the gradients of another chunk of keys and values, in the dtype of sums."""
+    def meet(self, source: int | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """What the queries add to the gradients of a chunk of keys and values, or of all, in the dtype of sums."""
         dk, dv = (torch.zeros_like(x, dtype=sum_dtype(x.dtype)) for x in (k, v))
         for tile in self.ring.tiles(self.index, source):
             grad, q, out, lse = (x[:, :, tile.rows] for x in self.rows)

@@ -103,7 +103,9 @@ def is_collective(node: fx.Node, count_rows: RowCount = most_rows_sent) -> bool:
         return parts[0].kind not in LOCAL_KINDS and not adds_microbatches(node)
     if node.target not in EXCHANGES or not node.args[1]:
         return False
-    return node.target in RINGS or count_rows(node.args[3])[0] != 0  # type: ignore[arg-type]
+    if node.target in RINGS:
+        return Ring(*node.args[3]).travels  # type: ignore[misc]
+    return count_rows(node.args[3])[0] != 0  # type: ignore[arg-type]
 
 
 def collective_at(program: Program, node: fx.Node, count_rows: RowCount = most_rows_sent) -> Collective:
