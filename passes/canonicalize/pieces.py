@@ -89,6 +89,26 @@ def stack(program: Program, node: fx.Node) -> Results:
     return _moved(program, node, source, first.dim, arguments(node)["dim"] % len(program.type(node).shape))
 
 
+def slice_of_padded(program: Program, node: fx.Node) -> Results:
+    """A slice of a padded value that nobody else reads is the value with other padding.
+
+    Models shift labels by one position so; of the slice a rank needs one position of its neighbour.
+    """
+    padded, piece = operand(node), _Piece.of(program, node)
+    if piece is None or padded.target is not aten.constant_pad_nd.default or len(padded.users) > 1:
+        return None
+    given, shape = arguments(padded), program.type(padded).shape
+    at, pads = 2 * (len(shape) - 1 - piece.dim), list(given["pad"])
+    if at >= len(pads):
+        return None
+    length = shape[piece.dim] - pads[at] - pads[at + 1]
+    new = pads[at] - piece.start, pads[at + 1] - (shape[piece.dim] - piece.end)
+    if min(new) < -length:
+        return None
+    pads[at : at + 2] = new
+    return program.emit(aten.constant_pad_nd.default, given["self"], pads, given["value"], like=node)
+
+
 def _all_of(program: Program, tensors: Sequence[fx.Node]) -> _Piece | None:
     """The first of pieces that are one source from its beginning to its end; None for other values."""
     pieces = [_Piece.of(program, each) for each in tensors]

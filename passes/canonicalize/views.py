@@ -194,6 +194,7 @@ VIEWS: dict[Any, Rewrite] = {
     **dict.fromkeys((aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims), _reshape),
     aten.expand.default: _to_shape(aten.expand.default),
     aten.cat.default: _cat,
+    aten.slice.Tensor: pieces.slice_of_padded,
     aten.stack.default: pieces.stack,
     aten.index.Tensor: _index,
     aten.index_put.default: _put_by_mask,

@@ -98,7 +98,8 @@ def _in_blocks(program: Program, parts: Parts, remat: Remat) -> set[Value]:
         block[node] = next((path for path in _enclosing(program.source(node).module) if path in chosen), "")
     home = {node: (block[node], program.source(node).stage) for node in parts.forward}
     inside = {(node, i) for node in parts.forward if block[node] for i in range(len(program.types(node)))}
-    saved = {(node, 0) for node in parts.forward if is_collective(node) and not remat.collectives}
+    sent = [node for node in parts.forward if is_collective(node) and not remat.collectives]
+    saved = {(node, i) for node in sent for i in range(len(program.types(node)))}
     for reader in (*parts.forward, program.output_node):
         values = () if is_getitem(reader) else map(program.value, reader.all_input_nodes)
         saved |= {value for value in values if block.get(value[0]) and home[value[0]] != home.get(reader)}

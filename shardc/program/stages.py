@@ -23,6 +23,7 @@ from shardc.language.errors import OptionError, raise_all
 from shardc.language.machine import LOCAL_KINDS
 from shardc.language.mesh import MICROBATCH
 from shardc.language.sharding import Sharding, dtype_name
+from shardc.language.windows import overlap_add, windows
 from shardc.language.words import PARTS, Part
 from shardc.ops.contraction import dot
 from shardc.options import Pipeline
@@ -199,7 +200,8 @@ class ValueKinds:
             shardings = (program.sharding(node),) if is_getitem(node) else program.shardings(node)
             if any(map(is_cut_in_time, shardings)) or not self.timed.isdisjoint(node.all_input_nodes):
                 self.timed.add(node)
-        work = [node for node in self.timed if node.target is dot or is_sent(node)]
+        edges = (windows, overlap_add)  # few bytes, which each stage may send that reads them of the inputs
+        work = [node for node in self.timed if node.target is dot or (is_sent(node) and node.target not in edges)]
         self.own = self.timed & descendants(*self.parameters, *work)
         self.closing = {node for node in program.calls if adds_microbatches(node) and operand(node) in self.own}
         self.late = descendants(*self.closing)
