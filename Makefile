@@ -10,7 +10,7 @@ WHEEL := build/wheel
 PYTEST := $(BIN)/python -m pytest
 IN_PARALLEL := -n 2 --dist loadgroup
 
-.PHONY: demo test test-all sweep soak conformance bench cuda lint format types wheel-test dist docs readme examples clean
+.PHONY: demo test test-all sweep soak conformance bench cuda ray lint format types wheel-test dist docs readme examples clean
 
 demo: $(VENV)/installed  # torch says that it has no numpy; shardc needs none
 	PYTHONWARNINGS='ignore:Failed to initialize NumPy' $(BIN)/python examples/demo.py
@@ -44,6 +44,10 @@ bench: $(VENV)/installed
 cuda: $(VENV)/installed-test
 	$(BIN)/torchrun --standalone --nproc-per-node gpu benchmarks/on_gpus.py
 
+# The example for Ray Train, in an environment with Ray, which is a download of about 150 MB.
+ray: $(VENV)/installed-ray
+	$(PYTEST) -m "sweep or not sweep" tests/project/test_ray_train.py
+
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -59,7 +63,7 @@ readme: $(VENV)/installed-test
 	$(PYTEST) -m "sweep or not sweep" tests/project/test_readme.py
 
 examples: $(VENV)/installed-test
-	$(PYTEST) tests/project/test_examples.py
+	$(PYTEST) tests/project/test_examples.py tests/project/test_ray_train.py
 
 # Tests of every room against the built wheel: its own environment sees $(VENV)'s packages last, the checkout not at all.
 # Not test_packaging.py, which builds a wheel of its own.
@@ -104,6 +108,10 @@ $(VENV)/installed-test: $(VENV)/installed
 
 $(VENV)/installed-dev: $(VENV)/installed-test
 	$(INSTALL) -e '.[test,hf,dev]'
+	touch $@
+
+$(VENV)/installed-ray: $(VENV)/installed-test
+	$(INSTALL) -e '.[test,hf,ray]'
 	touch $@
 
 $(VENV)/installed-docs: $(VENV)/installed

@@ -314,7 +314,11 @@ def _silent_store(verb: str) -> str:
     """What is known where the job's store cannot be reached: it goes with the process that keeps it."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return f"the agent of torchrun, which keeps the job's store, {verb}"
-    return f"rank 0, which keeps the job's store, {verb}" if _is_kept_by_rank_0() else "the job's store does not answer"
+    try:
+        is_kept_by_rank_0 = _is_kept_by_rank_0()
+    except ValueError:  # another thread has ended the job, as Ray does when it stops its workers
+        return "this process has destroyed its process group"
+    return f"rank 0, which keeps the job's store, {verb}" if is_kept_by_rank_0 else "the job's store does not answer"
 
 
 def _is_kept_by_rank_0() -> bool:

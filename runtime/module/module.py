@@ -23,6 +23,7 @@ OFFERED = {"seed", "step", "program", "compile_for", "clip_grad_norm_"}
 CALL = ("_backward_pre_hooks", "_backward_hooks", "_is_full_backward_hook", "_forward_hooks",
         "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
         "_forward_pre_hooks_with_kwargs", "_compiled_call_impl")  # fmt: skip
+READ_BY_DDP = "_ddp_params_and_buffers_to_ignore"  # of the module that it wraps
 
 
 class ParallelModule(nn.Module):
@@ -109,6 +110,8 @@ class ParallelModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name == READ_BY_DDP and is_on_ranks(self):
+                raise _wrapping_error(type(self).__name__) from None
             if name not in OFFERED:
                 raise
             return getattr(self.shardc, name)
@@ -155,6 +158,14 @@ class ParallelModule(nn.Module):
 def is_on_ranks(module: Any) -> bool:
     """Whether this is a parallel module on the ranks of a job, not on virtual ones."""
     return isinstance(module, ParallelModule) and isinstance(module.shardc.conversion, DistributedConversion)
+
+
+def _wrapping_error(name: str) -> ShardingError:
+    """The error for a module that DDP wraps, as ``prepare_model`` of Ray Train lets it."""
+    problem = "its gradients are reduced already, and its parameters are cut when the first call is compiled"
+    return ShardingError(
+        "DistributedDataParallel", f"a parallel {name}", problem, "leave it out: train the module itself"
+    )
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

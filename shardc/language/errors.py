@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copyreg
 import difflib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 def error_text(who: str, what: str, problem: str, remedy: str) -> str:
@@ -11,7 +13,15 @@ def error_text(who: str, what: str, problem: str, remedy: str) -> str:
     return f"{who}: {what}\n  {problem}\n  {remedy}"
 
 
-class FourPartError(Exception):
+class UserError(Exception):
+    """An error that may go to another process, as Ray and pools of processes send it to the one that waits for it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the message and the parts; by default pickle makes an error from its message alone."""
+        return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
+
+
+class FourPartError(UserError):
     """An error in four parts: who it is about, what that is, what the problem is, and what to do."""
 
     def __init__(self, who: str, what: str, problem: str, remedy: str) -> None:
@@ -56,7 +66,7 @@ class UsageError(OptionError):
     """A mistake on the command line: ``who`` is the argument, ``remedy`` what to type instead."""
 
 
-class CaptureError(RuntimeError):
+class CaptureError(UserError, RuntimeError):
     """A model that cannot be captured: ``who`` is the user's line or tensor, ``problem`` why, ``remedy`` a change."""
 
     def __init__(self, who: str, problem: str, remedy: str) -> None:
@@ -68,7 +78,7 @@ class OrderError(FourPartError, RuntimeError):
     """Calls in an order that is not possible, in the four parts of a ``ShardingError``."""
 
 
-class CommunicationError(RuntimeError):
+class CommunicationError(UserError, RuntimeError):
     """A collective that did not end: ``who`` is the collective with its ranks, ``problem`` which of them is gone."""
 
     def __init__(self, who: str, problem: str) -> None:

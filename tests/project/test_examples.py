@@ -1,6 +1,6 @@
 """Every example runs, alone and as a target; of the demo its pieces, since ``make demo`` runs it whole.
 
-hf_gpt2.py runs where the README shows it, resume.py where ranks are killed.
+hf_gpt2.py runs where the README shows it, resume.py where ranks are killed, ray_train.py in test_ray_train.py.
 """
 
 from __future__ import annotations

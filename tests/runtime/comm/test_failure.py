@@ -9,6 +9,8 @@ import pytest
 from failing_job import KINDS, PHASES, PLANS, VICTIM, Failure, Report, run_job
 
 from shardc import Mesh
+from shardc.language.errors import CommunicationError
+from shardc.runtime.comm.failure import waiting
 
 SECONDS = 3.0  # from the failure to the last error
 TIMEOUT = 4.0  # of the jobs whose rank is stopped
@@ -103,3 +105,10 @@ def test_a_stopped_rank_is_named_at_the_timeout_of_the_job(plan: str) -> None:
     failures = [Failure(plan, "stopped", phase) for phase in PHASES]
     with ThreadPoolExecutor(len(failures)) as pool:
         list(pool.map(check_job, failures))
+
+
+def test_a_wait_that_fails_once_the_process_group_is_destroyed_says_so() -> None:
+    """Another thread may destroy it, as Ray does when it stops its workers."""
+    with pytest.raises(CommunicationError) as failed, waiting(lambda: "all_reduce_dp over dp", (0, 1)):
+        raise RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+    assert str(failed.value) == "all_reduce_dp over dp, ranks 0, 1: this process has destroyed its process group"

@@ -8,10 +8,13 @@ import pickle
 
 import pytest
 import torch
-from parallel_models import MLP, batch
+from gloo_pool import GlooPool
+from parallel_models import DATA, MLP, batch
+from torch.nn.parallel import DistributedDataParallel
 
 import shardc
 from shardc import Mesh, P, ShardingError
+from shardc.runtime.comm.distributed import make_device_mesh
 
 
 def test_pickling_a_parallel_module_is_refused_and_its_state_dict_is_not() -> None:
@@ -31,6 +34,21 @@ def test_pickling_a_parallel_module_is_refused_and_its_state_dict_is_not() -> No
 def test_sharing_memory_of_a_parallel_module_is_refused() -> None:
     with pytest.raises(ShardingError, match="share_memory: a parallel MLP\\n  each rank of a mesh computes on tensors"):
         shardc.parallelize(MLP(), Mesh(dp=2), {"x": P("dp")}).share_memory()
+
+
+def wrapped_by_ddp() -> str:
+    with pytest.raises(ShardingError) as refused:
+        DistributedDataParallel(shardc.parallelize(MLP(), make_device_mesh(Mesh(dp=4)), DATA))
+    return str(refused.value)
+
+
+def test_a_parallel_module_of_a_job_is_not_wrapped_by_ddp(gloo: GlooPool) -> None:
+    expected = (
+        "DistributedDataParallel: a parallel MLP\n"
+        "  its gradients are reduced already, and its parameters are cut when the first call is compiled\n"
+        "  leave it out: train the module itself"
+    )
+    assert gloo.run(wrapped_by_ddp) == [expected] * 4
 
 
 def test_a_deep_copy_of_a_parallel_module_computes_the_same() -> None:
