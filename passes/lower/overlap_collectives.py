@@ -33,6 +33,7 @@ from torch import fx
 
 from shardc.costs.count import flops_of_call
 from shardc.language.machine import LOCAL_KINDS
+from shardc.ops.attention import RINGS
 from shardc.program.collective import group_size
 from shardc.program.communication import bucket, is_collective, is_early, layer, members, move_before
 from shardc.program.lifetime import owners_of, split
@@ -86,11 +87,11 @@ def _first_readers(program: Program) -> dict[fx.Node, fx.Node]:
 
 
 def _sends(program: Program, node: fx.Node) -> bool:
-    """Whether a call is an exchange of more than one rank, or a bucket of them."""
+    """Whether a call is an exchange of more than one rank, or a bucket of them; a ring is done where it starts."""
     parts = members(node)
     mesh: Any = program.mesh
     is_of_one_rank = bool(parts) and group_size(mesh, parts[0].kind, parts[0].args) == 1
-    return node.target is bucket or (is_collective(node) and not is_of_one_rank)
+    return node.target is bucket or (is_collective(node) and not is_of_one_rank and node.target not in RINGS)
 
 
 def _count_first(program: Program) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from torch import fx
 
@@ -111,13 +112,15 @@ class _Rewriter:
         self.propagated[node] = program.origins(node)
         program.set_origins(node, reasons.result_origins())
         program.set_sharding(node, op.results if program.has_many(node) else op.results[0])
-        is_ring = node.target in RINGS
-        if node.target in EXCHANGES and (Ring(*node.args[3]).travels if is_ring else moves_rows(node.args[3])):  # type: ignore
-            moved = goes_round(node)[0] if is_ring else operand(node)
+        values: Any = node.args[3] if node.target in EXCHANGES else None
+        ring = Ring(*values) if node.target in RINGS else None
+        if (ring is not None and ring.travels) or (ring is None and values and moves_rows(values)):
+            moved = goes_round(node)[0] if ring else operand(node)
             type_, sharding = program.value_type(program.value(moved)), program.sharding(moved)
             ends = endpoint(program, moved), type_, sharding, endpoint(program, node)
-            cause = RoundOfKeys if is_ring else NeighbourEdges
-            program.set_causes(node, (cause(*ends, program.origin(node)),))
+            origin = program.origin(node)
+            cause = RoundOfKeys(*ends, origin, ring.count - 1) if ring else NeighbourEdges(*ends, origin)
+            program.set_causes(node, (cause,))
 
     def _operand(self, value: fx.Node, target: Sharding, user: fx.Node, index: int, reasons: OpReasons) -> fx.Node:
         """The node that holds a value in the sharding that its user needs."""

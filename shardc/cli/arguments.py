@@ -15,7 +15,7 @@ from shardc.language.errors import OptionError, ShardingError, UsageError, did_y
 from shardc.language.machine import DEVICES, LINKS, SHORT
 from shardc.language.mesh import MOST_RANKS, Mesh
 from shardc.language.text import bytes_of
-from shardc.options import ADAM, BUCKET, OPTIMIZERS, Pipeline, Remat, Zero
+from shardc.options import ADAM, ATTENTIONS, AUTO, BUCKET, OPTIMIZERS, Pipeline, Remat, Zero
 from shardc.report.dump.schema import schema_text
 
 TARGET_HELP = """\
@@ -90,6 +90,9 @@ def add_mesh_options(parser: Parser, is_required: bool = True) -> None:
     help_ = "size of buckets of collectives (25 MiB)"
     parser.add_argument("--bucket", metavar="BYTES", type=count, default=BUCKET, help=help_)
     _add_optimizer(parser)
+    parser.add_argument(
+        "--attention", choices=ATTENTIONS, default=AUTO, help=f"how attention over cut positions is computed ({AUTO})"
+    )
     parser.add_argument(
         "--links", metavar="AXIS=LINK,...|FILE", type=name,
         help=f"the link between ranks along each axis, for predicted times: {', '.join(LINKS)}; or a file that shardc "

@@ -142,10 +142,11 @@ def on_machine(program: Program, machine: Machine) -> Program:
 
 
 def seconds(program: Program, node: fx.Node) -> float:
-    """The time of a call; of a collective, on the wire."""
-    if is_collective(node):
-        return collective_seconds(program, collective_at(program, node))
-    return call_seconds(program, node)
+    """The time of a call; of a collective, on the wire; of a ring, the longer of both."""
+    if not is_collective(node):
+        return call_seconds(program, node)
+    sending = collective_seconds(program, collective_at(program, node))
+    return max(sending, call_seconds(program, node)) if node.target in RINGS else sending
 
 
 def call_seconds(program: Program, node: fx.Node) -> float:
@@ -173,7 +174,8 @@ def collective_seconds(program: Program, collective: Collective) -> float:
     if collective.kind not in ("send", "recv"):
         assert mesh is not None
         num_ranks = prod(parse_part(axis, mesh).size for axis in collective.axes if axis != MICROBATCH)
-    return link_of(program, collective).seconds(collective.kind, collective.wire_bytes, num_ranks)
+    link, steps = link_of(program, collective), collective.steps
+    return steps * link.seconds(collective.kind, collective.wire_bytes // steps, num_ranks)
 
 
 def stage_link(program: Program) -> Link:

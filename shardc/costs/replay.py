@@ -29,8 +29,9 @@ from shardc.language.mesh import MICROBATCH
 from shardc.language.partition import parse_parts
 from shardc.language.sharding import ceil_div, chunk_of, num_shards
 from shardc.language.words import PARTS, Part
+from shardc.ops.attention import RINGS, Ring, ring_workspace
 from shardc.program.collective import mask_padding
-from shardc.program.communication import is_early
+from shardc.program.communication import goes_round, is_collective, is_early
 from shardc.program.lifetime import Parts, owners_of, split
 from shardc.program.node import ancestors, is_getitem, operand
 from shardc.program.program import Program, Value, parameters_of
@@ -116,7 +117,10 @@ class _Replay:
         for node, dead in calls:
             blocks = find(env, base, operand(node)) if node in unchanged else self._results(env, base, node)
             self.ledger.put(env, node, blocks)
+            work = self._workspace(node)
+            self.ledger.hold(work)
             self.ledger.end_call(node)
+            self.ledger.drop(work)
             self.ledger.free(env, dead)
 
     def _results(self, env: Env, base: Env, node: fx.Node) -> Blocks:
@@ -129,6 +133,14 @@ class _Replay:
             source = shown.get(self.owners.get((node, i), (node, i)))  # a result that is no tensor has no owner
             results.append(self.new((node, i)) if source is None else find(env, base, source)[0])
         return tuple(results)
+
+    def _workspace(self, node: fx.Node) -> Blocks:
+        """What a call holds besides operands and results while it runs: the keys and values that come round."""
+        if node.target not in RINGS or not is_collective(node):
+            return ()
+        keys, values = (self.program.value_type(self.program.value(each)) for each in goes_round(node)[:2])
+        nbytes = ring_workspace(node.target, Ring(*node.args[3]), keys, values)  # type: ignore[misc]
+        return (Block((node, -1), nbytes, "working"),)
 
     def new(self, value: Value, of: Value | None = None) -> Block:
         """A block for a value, of its class or of that ``of`` another value."""

@@ -29,6 +29,7 @@ from shardc.language.mesh import MICROBATCH
 from shardc.language.partition import parse_part
 from shardc.language.text import bytes_text, seconds_text
 from shardc.language.words import Part
+from shardc.ops.attention import RINGS
 from shardc.program.collective import Collective
 from shardc.program.communication import collective_at, is_collective
 from shardc.program.lifetime import split
@@ -106,7 +107,15 @@ class _Lanes:
         """Every call that takes time, every collective, and the optimizer's step."""
         parts = split(self.program)
         for node in (*parts.update, *parts.forward, *parts.backward):
-            yield from self._collective(node) if is_collective(node) else self._call(node)
+            if not is_collective(node):
+                yield from self._call(node)
+            elif node.target in RINGS:  # it computes with what it has while the next keys are on their way
+                yield from self._collective(node)
+                sent = self.makers[node]
+                yield from self._call(node)
+                self.makers[node] = (*sent, *self.makers[node])
+            else:
+                yield from self._collective(node)
         if seconds := update_seconds(self.program):
             ends = tuple(dict.fromkeys(maker for makers in self.makers.values() for maker in makers))
             yield Task(Slice(OPTIMIZER, f"update/{OPTIMIZER}", "update"), (COMPUTING,), seconds, ends)

@@ -192,6 +192,19 @@ def ring_flops(target: Any, args: tuple[Any, ...]) -> int:
     return count
 
 
+def ring_workspace(target: Any, ring: Ring, keys: TensorType, values: TensorType) -> int:
+    """Bytes of keys and values, and of their gradients, that a rank holds while a ring runs, besides its own.
+
+    The chunk that is met and the next one, on its way. In backward the gradients of its own chunk, those of a step, and
+    those that are sent and received.
+    """
+    chunk, foreign = keys.nbytes + values.nbytes, min(2, ring.count - 1)
+    if target is ring_attention:
+        return foreign * chunk
+    sums = 2 * chunk * sum_dtype(keys.dtype).itemsize // keys.dtype.itemsize
+    return 2 * foreign * chunk + sums
+
+
 # On one rank: the attention of its chunk of queries to one chunk of keys after the other.
 
 

@@ -325,9 +325,10 @@ def wire_bytes_total(mesh: Mesh, kind: str, args: tuple[Any, ...], wire: int) ->
     bytes are an expression it is as if all sent the most.
     """
     ranks = math.prod(size for name, size in mesh.sizes.items() if name != MICROBATCH)
-    if not isinstance(wire, int):
+    is_exchange = kind in ("windows", "overlap_add", "rechunk")
+    if not isinstance(wire, int) or (is_exchange and not all(isinstance(value, int) for value in args[2])):
         return wire * ranks
-    if kind in ("windows", "overlap_add", "rechunk"):
+    if is_exchange:
         sent, received = rows_sent(args[2])
         rows = received if kind == "overlap_add" else sent
         return wire // max(rows) * sum(rows) * ranks // len(rows) if wire else 0

@@ -185,12 +185,16 @@ class NeighbourEdges:
 
 @dataclass(frozen=True, slots=True)
 class RoundOfKeys(NeighbourEdges):
-    """Queries of attention see keys of all chunks, which go round."""
+    """Queries of attention see the keys of all chunks, which go round in ``steps``."""
+
+    steps: int = 1
 
     @property
     def text(self) -> str:
         """The exchange in a few words."""
-        return f"{self.value} is {self.src.text(self.type)}, {self.user} sees the keys of all chunks"
+        return (
+            f"{self.value} is {self.src.text(self.type)}, {self.user} sees the keys of all chunks, steps: {self.steps}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

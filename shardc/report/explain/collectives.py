@@ -10,15 +10,16 @@ from torch import fx
 from shardc.costs.count import collective_seconds
 from shardc.language.machine import SentKind
 from shardc.language.mesh import axis_of
+from shardc.ops.attention import RINGS
 from shardc.program.collective import COLLECTIVES, EXCHANGES, Collective
-from shardc.program.communication import axes_of, bucket, collective_at, is_collective, members, results
+from shardc.program.communication import axes_of, bucket, collective_at, goes_round, is_collective, members, results
 from shardc.program.node import is_cast, is_getitem, is_view, op_name, operand, operands
 from shardc.program.program import Program
-from shardc.program.provenance import Cause, Endpoint, NeighbourEdges, ShardingChange, StorageChange
+from shardc.program.provenance import Cause, Endpoint, NeighbourEdges, RoundOfKeys, ShardingChange, StorageChange
 from shardc.program.stages import sender
 from shardc.program.text import type_text
 from shardc.report.explain.chains import Chains
-from shardc.report.explain.explanation import Chain, Explanation, Reason, Side, Transmission
+from shardc.report.explain.explanation import Chain, Explanation, Reason, ReasonKind, Side, Transmission
 from shardc.report.explain.stages import StageExplainer
 
 
@@ -54,7 +55,8 @@ class CollectiveExplainer:
         """Why each member of a bucket is there; of another collective, why it is."""
         node = self.node(collective)
         assert node is not None, collective
-        moved = [part.operand for part in members(node)] or node.all_input_nodes[:1]
+        sent = goes_round(node) if node.target in RINGS else node.all_input_nodes
+        moved = [part.operand for part in members(node)] or sent[:1]
         made = [next(results(node, part), node) for part in members(node)] or [node]
         values = zip(collective.causes, moved, made, strict=True)
         parts = tuple(self._member(collective, *each) for each in values)
@@ -102,6 +104,8 @@ class CollectiveExplainer:
             arguments = operands(node) if node is not None and node.op == "call_function" else ()
             index = arguments.index(result) if result in arguments else cause.operand
             return self._side(cause.user, cause.dst.text(cause.type), index)
+        if isinstance(cause, RoundOfKeys):
+            return self._side(cause.user, str(cause.type), None)
         readers = list(_readers(result, isinstance(cause, NeighbourEdges)))
         runs = self.stages.record.runs if self.stages is not None else {}
         in_stage = (each for each in readers if any(run.stage == collective.stage for run in runs.get(each, ())))
@@ -123,7 +127,8 @@ def _reasons(cause: Cause, axes: list[str]) -> Iterator[Reason]:
     if stored is not None:
         yield from (Reason(axis, "stored", None, stored.option) for axis in axes if axis in _storage_axes(stored))
     elif not isinstance(cause, ShardingChange):
-        yield from (Reason(axis, "edges", None) for axis in axes)
+        kind: ReasonKind = "keys" if isinstance(cause, RoundOfKeys) else "edges"
+        yield from (Reason(axis, kind, None) for axis in axes)
 
 
 def _storage_axes(stored: StorageChange) -> set[str]:

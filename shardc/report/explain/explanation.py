@@ -16,7 +16,7 @@ Subject = Literal[
     "parameter", "buffer", "input", "value", "output", "gradient", "module", "stage", "annotation", "collective"
 ]
 Role = Literal["annotated", "made", "summed", "passed", "read", "wanted", "tied", "moved", "repeated"]
-ReasonKind = Literal[NeedKind, "crossed", "stored", "edges", "stages"]
+ReasonKind = Literal[NeedKind, "crossed", "stored", "edges", "keys", "stages"]
 
 REPLICATED = "default: replicated"
 
@@ -160,6 +160,7 @@ REASONS = {
     "placed": "{axis} cuts dim {dim}, where {end} has it whole",
     "end": "{axis} cuts dim {dim}, where {user} is not cut",
     "cut": "{axis} cuts dim {dim} of what {user} takes, as {end} has it",
+    "keys": "{axis} cuts the positions, and {user} sees the keys of all of them, which go from rank to rank",
     "edges": "{axis} cuts a dim of which {user} reads what lies next to each piece",
     "stored": "{end} keeps it cut over {axis} between uses",
     "crossed": "{end} puts what makes it and what reads it into different stages",

@@ -15,6 +15,7 @@ from shardc.language.errors import ShardingError
 from shardc.language.mesh import MICROBATCH, Mesh
 from shardc.language.sharding import Sharding, TensorType, num_shards
 from shardc.language.windows import AROUND, FILLED, Windows, most_rows_sent
+from shardc.ops.attention import RINGS
 from shardc.program.collective import EXCHANGES
 from shardc.program.communication import members
 from shardc.program.program import Program
@@ -165,7 +166,7 @@ def exchange_conditions(symbolic: SymbolicProgram) -> Iterator[Condition]:
             raise _no_expression(symbolic, here)
         expressed: tuple[Any, ...] = node.args
         numbers: tuple[Any, ...] = here.args
-        if node.target in EXCHANGES and numbers[1]:
+        if node.target in EXCHANGES and node.target not in RINGS and numbers[1]:
             conditions = _conditions(Windows(*expressed[3]), Windows(*numbers[3]), symbolic.point)
             if conditions is None:
                 raise _no_expression(symbolic, here)

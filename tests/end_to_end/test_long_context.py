@@ -1,0 +1,125 @@
+"""Models of transformers with positions cut, unchanged; and attention in rings on real ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from attending import Attending, draw, kinds_sent
+from gloo_pool import GlooPool
+from parallel_models import whole
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardc import Mesh, P, Pipeline, compile, parallelize
+
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 64,
+}  # fmt: skip
+MODELS = {
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)),
+    "qwen": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**SIZES)),
+    "mistral": lambda: hf.MistralForCausalLM(hf.MistralConfig(**SIZES, sliding_window=8)),
+    "gpt2": lambda: hf.GPT2LMHeadModel(
+        hf.GPT2Config(
+            n_layer=2, n_embd=32, n_head=4, vocab_size=64, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0,
+            attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+        )
+    ),
+}  # fmt: skip
+
+
+def check_model(model: nn.Module, mesh: Mesh, length: int, has_mask: bool = False, **options: Any) -> Any:
+    """The compiled step of a model; its loss and gradients must be those of one device."""
+    batch = "dp" if "dp" in mesh.axis_names else None
+    ids = torch.randint(0, 64, (4, length), generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": ids, "labels": ids}
+    if has_mask:
+        inputs["attention_mask"] = (torch.arange(length) >= torch.tensor([0, 3, 0, 7]).unsqueeze(1)).long()
+    compiled = compile(model, mesh, dict.fromkeys(inputs, P(batch, "cp")), kwargs=inputs, **options)
+    outputs, gradients = compiled.simulate(**inputs)
+    loss = model(**inputs).loss
+    loss.backward()
+    torch.testing.assert_close(outputs.loss, loss, rtol=0, atol=1e-5)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-5, msg=name)
+    return compiled
+
+
+@pytest.mark.parametrize("has_mask", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_transformers_train_with_positions_cut(name: str, has_mask: bool) -> None:
+    torch.manual_seed(0)
+    check_model(MODELS[name](), Mesh(cp=4), 20, has_mask)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        (Mesh(dp=2, cp=3), {}),
+        (Mesh(pp=2, cp=2), {"pipeline": Pipeline("pp", microbatches=2)}),
+        (Mesh(pp=2, dp=2, cp=2), {"pipeline": Pipeline("pp", microbatches=2, schedule="zb-h1")}),
+    ],
+    ids=["dp", "pipeline", "zero bubble"],
+)
+def test_a_ring_goes_with_data_parallelism_and_pipelines(mesh: Mesh, options: Any) -> None:
+    torch.manual_seed(0)
+    compiled = check_model(MODELS["llama"](), mesh, 19, attention="ring", **options)
+    assert kinds_sent(compiled).count("ring_attention") == 2
+    assert "all_gather" not in {each.kind for each in compiled.collectives}
+
+
+def test_the_next_token_is_one_position_of_a_neighbour() -> None:
+    torch.manual_seed(0)
+    compiled = check_model(MODELS["llama"](), Mesh(cp=4), 20)
+    (shift,) = (each for each in compiled.collectives if each.name.startswith("windows"))
+    assert shift.wire_bytes == 4 * 8  # of each of four samples
+
+
+def test_nothing_moves_but_keys_values_one_label_and_sums() -> None:
+    torch.manual_seed(0)
+    compiled = check_model(MODELS["gpt2"](), Mesh(cp=8), 24)  # heads do not divide
+    kinds = Counter(kinds_sent(compiled) + kinds_sent(compiled, "backward"))
+    assert kinds == {"windows": 1, "ring_attention": 2, "ring_attention_backward": 2}
+
+
+def trained(way: str, compiler: str, shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
+    """The loss and the gradients of a step, and by kind the bytes that this rank sent and that are announced."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    inputs = draw(18, dtype=torch.float32)
+    cut = P("dp" if "dp" in names else None, "cp")
+    parallel = parallelize(Attending(num_keys=2), mesh, {"x": cut}, attention=way, compile=compiler)
+    parallel(**inputs)
+    comm = parallel.shardc.conversion.comm
+    comm.traffic[0].clear()
+    loss = parallel(**inputs)
+    loss.backward()
+    announced = Counter[str]()
+    for each in parallel.program.collectives:
+        announced[each.kind] += each.wire_bytes
+    gradients = {name: whole(parameter.grad) for name, parameter in parallel.named_parameters()}
+    return loss.detach(), gradients, comm.traffic[0].bytes, announced
+
+
+WAYS = [("ring", "eager"), ("ulysses", "eager"), ("gather", "eager")]
+
+
+@pytest.mark.parametrize(("way", "compiler"), [*WAYS, pytest.param("ring", "inductor", marks=pytest.mark.soak)])
+def test_on_real_ranks_a_step_is_that_of_one_device_and_sends_what_is_announced(
+    gloo: GlooPool, way: str, compiler: str
+) -> None:
+    torch.manual_seed(0)
+    model, inputs = Attending(num_keys=2), draw(18, dtype=torch.float32)
+    expected = model(**inputs)
+    wanted = torch.autograd.grad(expected, list(model.parameters()))
+    shape, names = ((2, 2), ("dp", "cp")) if way == "ulysses" else ((4,), ("cp",))
+    for loss, gradients, sent, announced in gloo.run(trained, way, compiler, shape, names):
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=0)
+        for gradient, own in zip(wanted, gradients.values(), strict=True):
+            torch.testing.assert_close(own, gradient, rtol=0, atol=1e-5 * max(1.0, gradient.abs().max().item()))
+        assert sent == announced

@@ -1,0 +1,140 @@
+"""Attention over cut positions: the numbers of one device whichever way, and no more bytes than the way needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attending import BATCH, WIDTH, Attending, check_step, draw, kinds_sent
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardc import Mesh, P, Remat, ShardingError, Zero, compile
+from shardc.ops.attention import Ring
+
+RING, BACK = ["ring_attention"], ["ring_attention_backward"]
+TOLERANCE = 1e-10
+
+
+@settings(max_examples=30)
+@given(
+    st.sampled_from([2, 3, 4, 8]), st.integers(2, 21), st.none() | st.integers(2, 21), st.booleans(),
+    st.sampled_from([1, 2, 4]), st.sampled_from(["auto", "ring", "gather"]),
+)  # fmt: skip
+def test_a_step_is_that_of_one_device(
+    count: int, queries: int, keys: int | None, is_causal: bool, num_keys: int, way: str
+) -> None:
+    torch.manual_seed(0)
+    model = Attending(num_keys=num_keys, is_causal=is_causal, scale=0.3).double()
+    check_step(model, Mesh(cp=count), draw(queries, keys), TOLERANCE, attention=way)
+
+
+MASKS = {
+    "rows of booleans": lambda n: torch.rand(n, n) > 0.4,
+    "a row that sees nothing": lambda n: torch.arange(n).expand(n, n) < torch.arange(n).unsqueeze(1),
+    "scores": lambda n: torch.randn(BATCH, 1, n, n, dtype=torch.float64),
+    "scores of each head": lambda n: torch.randn(1, 4, n, n, dtype=torch.float64),
+    "one row for all": lambda n: torch.rand(BATCH, 1, 1, n) > 0.3,
+}
+
+
+@pytest.mark.parametrize("way", ["ring", "ulysses", "gather"])
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_are_those_of_one_device(name: str, way: str) -> None:
+    torch.manual_seed(0)
+    model = Attending(is_causal=False).double()
+    for length in (8, 13):
+        inputs = draw(length) | {"mask": MASKS[name](length)}
+        check_step(model, Mesh(cp=2), inputs, TOLERANCE, attention=way)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        (Mesh(dp=2, cp=2), {}),
+        (Mesh(dp=2, cp=3), {"zero": Zero("dp", stage=3)}),
+        (Mesh(cp=4), {"zero": Zero("cp", stage=3)}),
+        (Mesh(cp=2, tp=2), {"annotations": {name: P("tp") for name in ("q.*", "k.*", "v.*")}}),
+        (Mesh(cp=4), {"remat": Remat("*")}),
+    ],
+    ids=["dp", "zero 3", "zero 3 over positions", "tp", "remat"],
+)
+def test_other_axes_and_options_go_with_a_ring(mesh: Mesh, options: Any) -> None:
+    torch.manual_seed(0)
+    compiled = check_step(Attending().double(), mesh, draw(9), TOLERANCE, attention="ring", **options)
+    assert [each for each in kinds_sent(compiled) if "ring" in each] == RING
+    assert [each for each in kinds_sent(compiled, "backward") if "ring" in each] == BACK
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_narrow_dtype_is_as_near_as_on_one_device(dtype: torch.dtype) -> None:
+    """Of the gradients the mean distance from float64 is at most 1.25 times that of one device."""
+    torch.manual_seed(0)
+    exact, inputs = Attending().double(), draw(32)
+    narrow = Attending()
+    narrow.load_state_dict(exact.state_dict())
+    narrow, own = narrow.to(dtype), {name: value.to(dtype) for name, value in inputs.items()}
+    wanted = torch.autograd.grad(exact(**inputs), list(exact.parameters()))
+    alone = torch.autograd.grad(narrow(**own), list(narrow.parameters()))
+    compiled = compile(narrow, Mesh(cp=4), {"x": P(None, "cp")}, kwargs=own, attention="ring")
+    _, found = compiled.simulate(**own)
+    distances = [
+        sum((a.double() - b).abs().mean().item() for a, b in zip(each, wanted, strict=True))
+        for each in (found.values(), alone)
+    ]
+    assert distances[0] <= 1.25 * distances[1], distances
+
+
+@pytest.mark.parametrize(("count", "num_keys"), [(2, 4), (3, 4), (4, 1), (8, 2)])
+def test_a_ring_sends_keys_and_values_once_and_in_backward_twice(count: int, num_keys: int) -> None:
+    inputs = draw(24, dtype=torch.float32)
+    compiled = compile(
+        Attending(num_keys=num_keys), Mesh(cp=count), {"x": P(None, "cp")}, kwargs=inputs, attention="ring"
+    )
+    keys_and_values = 2 * 4 * BATCH * 24 * WIDTH * num_keys // 4
+    sent = {each.name: each for each in compiled.collectives if "ring" in each.name}
+    forward, backward = sent["ring_attention"], sent["ring_attention_backward"]
+    assert forward.wire_bytes == keys_and_values * (count - 1) // count and forward.steps == count - 1
+    assert backward.wire_bytes == 2 * forward.wire_bytes
+    assert kinds_sent(compiled) == RING and kinds_sent(compiled, "backward") == BACK
+    assert compiled.program.mesh is not None
+
+
+def test_heads_that_divide_move_to_ranks_where_that_sends_less() -> None:
+    """By all_to_all of queries, keys, values and results, of which a rank keeps its own part."""
+    inputs = draw(24, dtype=torch.float32)
+    compiled = compile(Attending(), Mesh(cp=4), {"x": P(None, "cp")}, kwargs=inputs)
+    assert kinds_sent(compiled) == ["all_to_all"] * 4 and kinds_sent(compiled, "backward") == ["all_to_all"] * 4
+    activations = 4 * BATCH * 24 * WIDTH // 4
+    assert {each.wire_bytes for each in compiled.collectives if each.kind == "all_to_all"} == {activations * 3 // 4}
+    few_keys = compile(Attending(num_keys=1), Mesh(cp=4), {"x": P(None, "cp")}, kwargs=inputs)
+    assert kinds_sent(few_keys) == RING
+
+
+def test_heads_that_do_not_divide_are_an_error_where_they_are_asked_for() -> None:
+    with pytest.raises(ShardingError, match="4 heads of keys(.|\n)*say attention='ring'"):
+        compile(Attending(), Mesh(cp=3), {"x": P(None, "cp")}, kwargs=draw(9, dtype=torch.float32), attention="ulysses")
+
+
+def test_a_way_that_there_is_not_is_an_error() -> None:
+    with pytest.raises(ShardingError, match="did you mean ulysses"):
+        compile(Attending(), Mesh(cp=3), {"x": P(None, "cp")}, kwargs=draw(9, dtype=torch.float32), attention="ulises")
+
+
+@settings(max_examples=200)
+@given(st.integers(1, 5), st.integers(1, 17), st.integers(1, 17), st.booleans())
+def test_tiles_cover_what_each_query_sees_and_nothing_twice(
+    count: int, queries: int, keys: int, is_causal: bool
+) -> None:
+    ring = Ring("flash_attention_for_cpu", count, queries, keys, is_causal, None)
+    seen = torch.zeros(queries, keys)
+    row_size, column_size = -(-queries // count), -(-keys // count)
+    for index in range(count):
+        for source in range(count):
+            for tile in ring.tiles(index, source):
+                part = seen[index * row_size :][tile.rows, source * column_size :][:, tile.columns]
+                part += torch.ones_like(part).tril() if tile.is_causal else 1
+                assert tile.start == source * column_size + tile.columns.start
+    wanted = torch.ones(queries, keys)
+    assert torch.equal(seen, wanted.tril() if is_causal else wanted)

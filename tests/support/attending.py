@@ -1,0 +1,69 @@
+"""Attention between projections, and a step of it on one device and on virtual ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from shardc import Mesh, P, compile
+from shardc.api import Compiled
+
+BATCH, WIDTH = 2, 24
+
+
+class Attending(nn.Module):
+    """Heads of queries of ``x`` that see keys of ``y``, by default of ``x`` itself; ``num_keys``: heads of keys."""
+
+    def __init__(self, heads: int = 4, num_keys: int = 4, is_causal: bool = True, scale: float | None = None) -> None:
+        super().__init__()
+        self.heads, self.num_keys, self.is_causal, self.scale = heads, num_keys, is_causal, scale
+        self.q, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.k, self.v = (nn.Linear(WIDTH, WIDTH * num_keys // heads) for _ in range(2))
+
+    def forward(self, x: Tensor, y: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        seen = x if y is None else y
+        q, k, v = (
+            layer(of).unflatten(-1, (heads, -1)).transpose(1, 2)
+            for layer, of, heads in (
+                (self.q, x, self.heads),
+                (self.k, seen, self.num_keys),
+                (self.v, seen, self.num_keys),
+            )
+        )
+        is_causal = self.is_causal and mask is None
+        attended = scaled_dot_product_attention(
+            q, k, v, mask, is_causal=is_causal, scale=self.scale, enable_gqa=self.num_keys != self.heads
+        )
+        out: Tensor = self.out(attended.transpose(1, 2).flatten(2))
+        return (out * out).sum()
+
+
+def draw(queries: int, keys: int | None = None, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """Inputs of so many positions."""
+    generator = torch.Generator().manual_seed(queries)
+    lengths = {"x": queries} if keys is None else {"x": queries, "y": keys}
+    return {name: torch.randn(BATCH, length, WIDTH, generator=generator).to(dtype) for name, length in lengths.items()}
+
+
+def check_step(model: nn.Module, mesh: Mesh, inputs: dict[str, Tensor], tolerance: float, **options: Any) -> Compiled:
+    """The compiled step with positions cut over ``cp``; its loss and gradients must be those of one device."""
+    batch = "dp" if "dp" in mesh.axis_names else None
+    cut = {name: P(batch, "cp") for name in inputs if name != "mask"}
+    compiled = compile(model, mesh, cut | options.pop("annotations", {}), kwargs=inputs, **options)
+    loss, gradients = compiled.simulate(**inputs)
+    expected = model(**inputs)
+    wanted = torch.autograd.grad(expected, list(model.parameters()))
+    torch.testing.assert_close(loss, expected, rtol=tolerance, atol=tolerance)
+    for (name, _), gradient in zip(model.named_parameters(), wanted, strict=True):
+        largest = max(1.0, gradient.abs().max().item())
+        torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=tolerance * largest, msg=name)
+    return compiled
+
+
+def kinds_sent(compiled: Compiled, phase: str = "forward") -> list[str]:
+    """The collectives of a phase but for sums, a ring by its name."""
+    sent = (each for each in compiled.collectives if each.phase == phase and each.kind != "all_reduce")
+    return [each.name.rstrip("_0123456789") if each.kind == "collective_permute" else each.kind for each in sent]
