@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardc.language.errors import ShardingError, did_you_mean
 from shardc.language.mesh import Mesh
@@ -28,6 +28,7 @@ from .module.conversion import Conversion, conversion_on
 from .module.initial import INITIAL
 from .module.module import ParallelModule
 from .module.runtime import CompileFn, ModuleRuntime
+from .module.value import Value
 from .pipeline.conversion import PipelineConversion, pipeline_on
 from .pipeline.module import PipelineModule, PipelineRuntime
 
@@ -49,7 +50,7 @@ def making_together(
 
 def parallel_module(
     model: nn.Module, mesh: Any, compile_fn: CompileFn, runtime: str, backend: str, options: Options, initial: str,
-    is_compiled_soon: bool, check: str, meeting: Meeting | None, values: Mapping[str, Tensor] | None = None,
+    is_compiled_soon: bool, check: str, meeting: Meeting | None, values: Mapping[str, Value] | None = None,
 ) -> ParallelModule:  # fmt: skip
     """The parallel module of a model; a ShardingError for an unknown or unsupported option.
 
@@ -100,7 +101,7 @@ def parallel_module(
 
 def _module(
     mesh: Any, pipeline: Pipeline | None, device: torch.device, runner: Callable[[Program, Comm], Runner],
-    model: nn.Module, compile_fn: CompileFn, further: tuple[str, bool, Gate | None, Mapping[str, Tensor] | None],
+    model: nn.Module, compile_fn: CompileFn, further: tuple[str, bool, Gate | None, Mapping[str, Value] | None],
 ) -> ParallelModule:  # fmt: skip
     """A module on a mesh, with a pipeline or without. ``further``: the last arguments of its runtime."""
     if pipeline is None:

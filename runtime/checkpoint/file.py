@@ -159,6 +159,15 @@ class OpenFile:
         assert self.map is not None
         return torch.frombuffer(self.map, dtype=dtype, count=count, offset=header.begin).view(header.shape)
 
+    @contextmanager
+    def reading(self, key: str) -> Iterator[Tensor]:
+        """A tensor in the file's memory map, whose pages leave this process's memory after the block."""
+        yield self.tensor(key)
+        header, page = self.headers[key], mmap.PAGESIZE
+        begin, end = header.begin // page * page, header.end // page * page
+        if self.map is not None and begin < end and hasattr(mmap, "MADV_DONTNEED"):
+            self.map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
     def _read_header(self) -> Iterator[tuple[str, Header]]:
         data = self.map or b""
         length = int.from_bytes(data[:8], "little")

@@ -47,6 +47,7 @@ from ..tensor.global_tensor import new_global_tensor
 from ..tensor.make import GlobalTensorMaker, to_global
 from .initial import InitialValues, is_sent, model_tensors
 from .optimizer import StepWatcher, share_overflows
+from .value import Value
 
 
 def conversion_on(mesh: Any, device: torch.device | str = "cpu") -> Conversion:
@@ -121,13 +122,19 @@ class VirtualConversion:
         return tensor.detach().clone()
 
     def copies(
-        self, model: nn.Module, initial: str, is_placed_soon: bool, values: Mapping[str, Tensor] | None = None
+        self, model: nn.Module, initial: str, is_placed_soon: bool, values: Mapping[str, Value] | None = None
     ) -> Copies:
         """The copies of a model's parameters and buffers, with ``values`` in place of theirs."""
         if values is None:
             return Copies({id(each): self.copy(each) for each in (*model.parameters(), *model.buffers())})
         stored = ((name, each) for (kind, name), each in model_tensors(model).items() if kind != "attribute")
-        return Copies({id(each): values[name].to(self.comm.device, each.dtype, copy=True) for name, each in stored})
+        return Copies({id(each): self._written(values[name], each) for name, each in stored})
+
+    def _written(self, value: Value, like: Tensor) -> Tensor:
+        """A whole tensor with a value."""
+        whole = torch.empty(like.shape, dtype=like.dtype, device=self.comm.device)
+        value.write(whole, Sharding.replicated(self.comm.mesh, like.ndim), 0)
+        return whole
 
     def place(self, tensor: Tensor, sharding: Sharding, name: str) -> Tensor:
         """The same tensor, which stays whole."""
@@ -221,7 +228,7 @@ class DistributedConversion:
         return self._replicated(_clone(tensor, self.torch_comm.device))
 
     def copies(
-        self, model: nn.Module, initial: str, is_placed_soon: bool, values: Mapping[str, Tensor] | None = None
+        self, model: nn.Module, initial: str, is_placed_soon: bool, values: Mapping[str, Value] | None = None
     ) -> Copies:
         """The copies of a model's tensors: ``initial`` says whether they start from the first rank's values.
 
@@ -283,13 +290,13 @@ class DistributedConversion:
             self.initial_values.scatter(parts)
             yield from placed
 
-    def filled(self, arrivals: Sequence[Arrival], values: Sequence[Tensor]) -> Iterator[Tensor]:
+    def filled(self, arrivals: Sequence[Arrival], values: Sequence[Value]) -> Iterator[Tensor]:
         """For each arrival a DTensor with this rank's shard of a value that every rank has."""
         for each, value in zip(arrivals, values, strict=True):
             placed = self._awaited(each)
             if self._stores(self.job.position, each):
                 sharding = each.sharding.on(self.torch_comm.mesh)
-                local(placed).copy_(shard(value, sharding, self._position(self.job.position)))
+                value.write(local(placed), sharding, self._position(self.job.position))
             yield placed
 
     def _awaited(self, arrival: Arrival) -> Tensor:

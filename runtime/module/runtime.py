@@ -40,6 +40,7 @@ from .conversion import Arrival, Conversion, DistributedConversion
 from .optimizer import note_copied
 from .request import CallRequest, Key
 from .submodule import own_forwards, stand_for_forwards
+from .value import TensorValue, Value
 
 MAX_PROGRAMS = 16  # compiled for one signature each
 MAX_OF_REGIONS = 64  # made of programs for regions of sizes, each in a small part of the time
@@ -68,7 +69,7 @@ class ModuleRuntime:
     def __init__(self, model: nn.Module, conversion: Conversion, compile_fn: CompileFn,
                  make_runner: Callable[[Program, Comm], Runner] = Executor, initial: str = "trust",
                  is_compiled_soon: bool = False, gate: Gate | None = None,
-                 values: Mapping[str, Tensor] | None = None) -> None:  # fmt: skip
+                 values: Mapping[str, Value] | None = None) -> None:  # fmt: skip
         self.gate, self._writes = gate, Writes()
         self.conversion, self.compile_fn, self._make_runner = conversion, compile_fn, make_runner
         self._gathered, self._accumulation = conversion.gathered_parameters(), Accumulation()
@@ -135,7 +136,8 @@ class ModuleRuntime:
         for name, first in found.items():
             value = values[name]
             if value.shape == tensors[name].shape:  # torch has an error of its own
-                self._values[first] = value.full_tensor() if isinstance(value, DTensor) else value.detach()
+                whole = value.full_tensor() if isinstance(value, DTensor) else value.detach()
+                self._values[first] = TensorValue(whole)
                 values[name] = tensors[name].detach()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

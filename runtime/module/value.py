@@ -1,0 +1,52 @@
+"""Values that tensors of a model get when they are placed: of each a rank reads its shard alone."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from shardc.language.sharding import Sharding, TensorType
+
+from ..comm.dtensor import shard
+
+
+class Value(ABC):
+    """The value of a tensor, which need not be in memory."""
+
+    @property
+    @abstractmethod
+    def type(self) -> TensorType:
+        """The type of the whole tensor."""
+
+    @abstractmethod
+    def write(self, piece: Tensor, sharding: Sharding, position: int) -> None:
+        """Write the shard of the rank at a position, without padding, to memory for it."""
+
+
+class WholeValue(Value):
+    """A value that can be had as a whole tensor, in memory or in a memory map."""
+
+    @abstractmethod
+    def reading(self) -> AbstractContextManager[Tensor]:
+        """The whole tensor, for the time of a block."""
+
+    def write(self, piece: Tensor, sharding: Sharding, position: int) -> None:
+        with self.reading() as whole:
+            piece.copy_(shard(whole, sharding, position))
+
+
+@dataclass(frozen=True)
+class TensorValue(WholeValue):
+    """The value of a tensor in memory."""
+
+    tensor: Tensor
+
+    @property
+    def type(self) -> TensorType:
+        return TensorType.of(self.tensor)
+
+    def reading(self) -> AbstractContextManager[Tensor]:
+        return nullcontext(self.tensor)
