@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from shardc.options import AUTO, GATHER, ULYSSES
 from shardc.program.program import Program
 
 from .along import Along, Results, Windowed
+from .mask import mask_program
 
 HEADS, POSITIONS = 1, 2  # dims of queries and keys
 
@@ -36,8 +37,8 @@ class Rings(Windowed):
             raise _undivided(along)
         if way == ULYSSES or (way == AUTO and _divides(along) and _sends_less_to_heads(along)):
             return None  # the axes of positions move to heads, see choose_dims
-        tensors = [along.emit.type(given[name]).nbytes for name in ("key", "value")]
-        return (along.count - 1) * sum(tensors) * (2 if along.node.target in BACKWARD else 1)
+        keys_and_values = sum(along.emit.type(given[name]).nbytes for name in ("key", "value"))
+        return _ring(along)[0].steps * keys_and_values * (2 if along.node.target in BACKWARD else 1)
 
 
 def _divides(along: Along) -> bool:
@@ -49,13 +50,13 @@ def _divides(along: Along) -> bool:
 def _sends_less_to_heads(along: Along) -> bool:
     """Whether fewer bytes go by all_to_all of queries, keys, values and results than round a ring, in a whole step.
 
-    A mask for each query would be gathered.
+    Never where each query has a row of a mask, which a rank would need whole.
     """
     given, emit, times = along.given, along.emit, 2 if _has_backward(along.emit.program) else 1
     q, k, v = (emit.type(given[name]).nbytes for name in ("query", "key", "value"))
     mask = _mask(along)
-    gathered = emit.type(mask).nbytes if mask is not None and emit.shape(mask)[-2] > 1 else 0
-    return times * ((q + k) * 2 / along.count + gathered) < (2 * times - 1) * (k + v)
+    has_rows = mask is not None and emit.shape(mask)[-2] > 1
+    return not has_rows and times * (q + k) * 2 / along.count < (2 * times - 1) * (k + v)
 
 
 def _has_backward(program: Program) -> bool:
@@ -73,27 +74,30 @@ def _mask(along: Along) -> fx.Node | None:
     return mask
 
 
-def _expand(along: Along) -> Results:
-    emit, given = along.emit, along.given
-    q, k, v = (given[name] for name in ("query", "key", "value"))
-    mask = _mask(along)
-    masks = [] if mask is None else [mask]
-    family = (FORWARD | BACKWARD)[along.node.target]
-    lengths = along.size(q), along.size(k)
-    travels = emit.program.options.attention != GATHER
+def _ring(along: Along) -> tuple[Ring, list[fx.Node]]:
+    """How the op goes round, and what its mask is made of."""
+    given, mask, program = along.given, _mask(along), along.emit.program
+    lengths = along.size(given["query"]), along.size(given["key"])
+    family, travels = (FORWARD | BACKWARD)[along.node.target], program.options.attention != GATHER
     ring = Ring(family, along.count, *lengths, given["is_causal"], given["scale"], travels)
-    fixed = (), POSITIONS, ring.values
+    if mask is None:
+        return ring, []
+    made, leaves = mask_program(program, mask)
+    return replace(ring, made_by=astuple(made)), leaves
+
+
+def _expand(along: Along) -> Results:
+    emit, given, (ring, leaves) = along.emit, along.given, _ring(along)
+    q, k, v = (given[name] for name in ("query", "key", "value"))
+    fixed, more = ((), POSITIONS, ring.values), emit.program.types(along.node)
     if along.node.target in FORWARD:
-        call = emit(ring_attention, q, *fixed, k, v, *masks)
-        results = emit.results(call)
-        rest = [emit(torch.ops.aten.zeros.default, list(type_.shape), dtype=type_.dtype) if type_ else None
-                for type_ in emit.program.types(along.node)[2:]]  # fmt: skip
-        return [*results, *rest]
+        results = emit.results(emit(ring_attention, q, *fixed, k, v, *leaves))
+        # Lengths and seeds, which the backward reads that is taken apart too.
+        return [*results, *(emit(torch.ops.aten.zeros.default, []) for _ in more[len(results) :])]
     grad = given.get("grad_out", given.get("grad_out_"))
-    forward = given["out"], given["logsumexp"]
-    call = emit(ring_attention_backward, grad, *fixed, q, k, v, *forward, *masks)
-    missing = len(emit.program.types(along.node)) - 3
-    return [*emit.results(call), *[None] * missing]
+    call = emit(ring_attention_backward, grad, *fixed, q, k, v, given["out"], given["logsumexp"], *leaves)
+    results = emit.results(call)
+    return [*results, *[None] * len(more[len(results) :])]
 
 
 ATTENTION: dict[Any, Windowed] = {op: Rings(lambda along: [], _expand) for op in (*FORWARD, *BACKWARD)}

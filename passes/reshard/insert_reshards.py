@@ -114,12 +114,12 @@ class _Rewriter:
         program.set_sharding(node, op.results if program.has_many(node) else op.results[0])
         values: Any = node.args[3] if node.target in EXCHANGES else None
         ring = Ring(*values) if node.target in RINGS else None
-        if (ring is not None and ring.travels) or (ring is None and values and moves_rows(values)):
+        if (ring is not None and ring.steps) or (ring is None and values and moves_rows(values)):
             moved = goes_round(node)[0] if ring else operand(node)
             type_, sharding = program.value_type(program.value(moved)), program.sharding(moved)
             ends = endpoint(program, moved), type_, sharding, endpoint(program, node)
             origin = program.origin(node)
-            cause = RoundOfKeys(*ends, origin, ring.count - 1) if ring else NeighbourEdges(*ends, origin)
+            cause = RoundOfKeys(*ends, origin, ring.steps) if ring else NeighbourEdges(*ends, origin)
             program.set_causes(node, (cause,))
 
     def _operand(self, value: fx.Node, target: Sharding, user: fx.Node, index: int, reasons: OpReasons) -> fx.Node:

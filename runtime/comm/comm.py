@@ -63,8 +63,8 @@ class Comm(Protocol):
     def start_bucket(self, layout: BucketLayout, rows: Rows, into: Sequence[Places] = ()) -> Callable[[], Rows]:
         """Start one collective for all values of a bucket."""
 
-    def rotate(self, rows: Rows, axes: PartNames) -> Callable[[], Rows]:
-        """Start to send each rank's tensors to the next one of its group; the result has those of the one before."""
+    def rotate(self, rows: Rows, axes: PartNames, by: int = 1) -> Callable[[], Rows]:
+        """Start to send each rank's tensors to the index ``by`` further in its group, for those that arrive."""
 
 
 @dataclass(slots=True)

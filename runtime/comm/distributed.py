@@ -82,13 +82,13 @@ class TorchComm(LocalCollectives):
         finish = _messages(layout.kind, xs, [part.args[1:] for part in layout.parts], group, *into)
         return lambda: [finish()]
 
-    def rotate(self, rows: Rows, axes: PartNames) -> Callable[[], Rows]:
-        """Start to send this rank's tensors to the next one of its group; the result has those of the one before."""
+    def rotate(self, rows: Rows, axes: PartNames, by: int = 1) -> Callable[[], Rows]:
+        """Start to send this rank's tensors to the index ``by`` further in its group, for those that arrive."""
         group, (xs,) = self._group_along(axes), rows
         assert group is not None, axes
         self.traffic[0].count("collective_permute", sum(x.nbytes for x in xs))
         sends_messages = group.adds_locally and not is_traced()
-        finish = messages.rotate(xs, group) if sends_messages else process_group.rotate(xs, group)
+        finish = messages.rotate(xs, group, by) if sends_messages else process_group.rotate(xs, group, by)
         return lambda: [finish()]
 
     @property

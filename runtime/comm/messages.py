@@ -87,10 +87,10 @@ def reduce_scatter(reductions: Sequence[Reduction], op: str, group: Group) -> Ca
     return finish
 
 
-def rotate(xs: Sequence[Tensor], group: Group) -> Callable[[], list[Tensor]]:
-    """Start to send tensors to the next index; the returned function waits, and returns those of the index before."""
+def rotate(xs: Sequence[Tensor], group: Group, by: int) -> Callable[[], list[Tensor]]:
+    """Start to send tensors to the index ``by`` further; the returned function waits, and returns those that arrive."""
     backend: Any = group.process._get_backend(torch.device("cpu"))
-    before, after = (group.order[(group.index + shift) % group.size] for shift in (-1, 1))
+    before, after = (group.order[(group.index + shift) % group.size] for shift in (-by, by))
     sent = [x.contiguous() for x in xs]
     received = [torch.empty_like(x) for x in sent]
     with in_range("c10d::rotate"):

@@ -139,10 +139,10 @@ def permute(x: Tensor, group: Group, source: int, target: int) -> Finish:
     return lambda: finish().view(x.shape)
 
 
-def rotate(xs: Sequence[Tensor], group: Group) -> Callable[[], list[Tensor]]:
-    """The tensors of the rank at the index before, of the same shapes; this rank's go to the one after."""
+def rotate(xs: Sequence[Tensor], group: Group, by: int) -> Callable[[], list[Tensor]]:
+    """The tensors of the rank ``by`` indices before, of the same shapes; this rank's go as far."""
     flat = torch.cat([x.flatten() for x in xs])
-    finish = permute(flat, group, (group.index - 1) % group.size, (group.index + 1) % group.size)
+    finish = permute(flat, group, (group.index - by) % group.size, (group.index + by) % group.size)
 
     def received() -> list[Tensor]:
         pieces = finish().split([x.numel() for x in xs])

@@ -16,22 +16,21 @@ from shardc.ops.attention import Gradients, Joined, Ring
 
 from .comm import Comm, PartNames, Rows, Tensors
 
-Masks = Sequence[Tensors]  # one column of masks, or none
 Row = tuple[Tensor, ...]
 
 
 def ring_attention(
-    comm: Comm, axes: PartNames, ring: Ring, qs: Tensors, ks: Tensors, vs: Tensors, *masks: Tensors
+    comm: Comm, axes: PartNames, ring: Ring, qs: Tensors, ks: Tensors, vs: Tensors, *leaves: Tensors
 ) -> list[Row]:
     """The attention of each rank's queries, and its logsumexp."""
     indices = _indices(comm, axes)
-    joined = [Joined(ring, *each) for each in zip(indices, qs, vs, _masks(masks, qs), strict=True)]
+    joined = [Joined(ring, *each) for each in zip(indices, qs, vs, *leaves, strict=True)]
     met: Rows = list(zip(ks, vs, strict=True))
     if not ring.travels:
         for own, row in zip(joined, met, strict=True):
             own.meet(None, *row)
         return [each.results for each in joined]
-    for step in range(ring.count):
+    for step in range(ring.steps + 1):
         arriving = _send_on(comm, axes, met, step, ring)
         for own, index, (k, v) in zip(joined, indices, met, strict=True):
             own.meet((index - step) % ring.count, k, v)
@@ -41,32 +40,32 @@ def ring_attention(
 
 def ring_attention_backward(
     comm: Comm, axes: PartNames, ring: Ring, grads: Tensors, qs: Tensors, ks: Tensors, vs: Tensors, outs: Tensors,
-    lses: Tensors, *masks: Tensors,
+    lses: Tensors, *leaves: Tensors,
 ) -> list[Row]:  # fmt: skip
     """The gradients of each rank's queries, keys and values.
 
-    Those of keys and values travel one step behind them, each rank adding its part, and reach their own rank at last,
-    where its own part is added.
+    Those of keys and values travel one step behind them, each rank adding its part. From the last rank that sees the
+    keys they go to their own, where its own part is added.
     """
-    indices, count = _indices(comm, axes), ring.count
-    columns = grads, qs, outs, lses, _masks(masks, qs)
+    indices, last = _indices(comm, axes), ring.steps
+    columns = grads, qs, outs, lses, *leaves
     gradients = [Gradients(ring, *each) for each in zip(indices, *columns, strict=True)]
     met: Rows = list(zip(ks, vs, strict=True))
     if not ring.travels:
         return [_gradients(own, own.meet(None, *row), q, row) for own, q, row in zip(gradients, qs, met, strict=True)]
     parts, travelling = list[Row](), None  # what queries add in a step, and sums on their way
-    for step in range(count):
+    for step in range(last + 1):
         arriving = _send_on(comm, axes, met, step, ring)
         meetings = zip(gradients, indices, met, strict=True)
-        parts = [own.meet((index - step) % count, *row) for own, index, row in meetings]
+        parts = [own.meet((index - step) % ring.count, *row) for own, index, row in meetings]
         if step == 0:
             of_own = parts
         else:
             sums = parts if travelling is None else _added(parts, travelling())
-            travelling = comm.rotate([_like(*each) for each in zip(sums, met, strict=True)], axes)
+            on = [_like(*each) for each in zip(sums, met, strict=True)]
+            travelling = comm.rotate(on, axes, 1 if step < last else -last)
         met = arriving()
-    assert travelling is not None
-    sums = _added(of_own, travelling())
+    sums = of_own if travelling is None else _added(of_own, travelling())
     own_rows = zip(ks, vs, strict=True)
     return [_gradients(*each) for each in zip(gradients, sums, qs, own_rows, strict=True)]
 
@@ -78,7 +77,7 @@ def _gradients(own: Gradients, of_keys: Row, q: Tensor, row: Sequence[Tensor]) -
 
 def _send_on(comm: Comm, axes: PartNames, met: Rows, step: int, ring: Ring) -> Callable[[], Rows]:
     """Start to send what was met to the next rank; after the last step nothing."""
-    return comm.rotate(met, axes) if step + 1 < ring.count else lambda: ()
+    return comm.rotate(met, axes) if step < ring.steps else lambda: ()
 
 
 def _added(parts: Sequence[Row], arrived: Rows) -> list[Row]:
@@ -94,7 +93,3 @@ def _like(row: Sequence[Tensor], others: Sequence[Tensor]) -> Row:
 def _indices(comm: Comm, axes: PartNames) -> list[int]:
     parts = parse_parts(axes, comm.mesh)
     return [comm.mesh.index(position, parts) for position in comm.positions]
-
-
-def _masks(masks: Masks, like: Tensors) -> Sequence[Tensor | None]:
-    return masks[0] if masks else [None] * len(like)

@@ -41,11 +41,12 @@ class SimulatedComm(LocalCollectives):
         """Run the collective of a bucket at once, on one buffer a rank."""
         return comm.start_packed(self, layout, [layout.pack(row) for row in rows])
 
-    def rotate(self, rows: Rows, axes: PartNames) -> Callable[[], Rows]:
-        """The tensors of the rank before each rank in its group."""
+    def rotate(self, rows: Rows, axes: PartNames, by: int = 1) -> Callable[[], Rows]:
+        """The tensors of the rank that is ``by`` indices before each rank in its group."""
         results = list(rows)
         for group in self.mesh.groups(parse_parts(axes, self.mesh)):
-            for position, before in zip(group, (group[-1], *group), strict=False):
+            for i, position in enumerate(group):
+                before = group[(i - by) % len(group)]
                 results[position] = rows[before]
                 self.traffic[before].count("collective_permute", sum(x.nbytes for x in rows[before]))
         return lambda: results

@@ -45,8 +45,8 @@ class MicrobatchComm(LocalCollectives):
     def start_bucket(self, layout: BucketLayout, rows: Rows, into: Sequence[Places] = ()) -> Callable[[], Rows]:
         return self.comm.start_bucket(layout, rows, into)
 
-    def rotate(self, rows: Rows, axes: PartNames) -> Callable[[], Rows]:
-        return self.comm.rotate(rows, axes)
+    def rotate(self, rows: Rows, axes: PartNames, by: int = 1) -> Callable[[], Rows]:
+        return self.comm.rotate(rows, axes, by)
 
 
 class MicrobatchConverter:

@@ -11,9 +11,10 @@ but what that kernel does (Ring Attention, Liu et al. 2023). On whole values bot
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
-from functools import partial
+from functools import lru_cache, partial
+from itertools import product
 from typing import Any, Literal, Protocol
 
 import torch
@@ -23,6 +24,7 @@ from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from shardc.language.rule import OpCall, Rule, make_rule, rule
 from shardc.language.sharding import TensorType, ceil_div
+from shardc.ops.mask import Mask, mask_of
 
 aten = torch.ops.aten
 
@@ -76,12 +78,18 @@ def is_attention(target: Any) -> bool:
 # Attention in chunks.
 
 
+TILE = 1024  # queries, and keys, for which a part of a mask is made at a time
+MOST_COUNTED = 64  # chunks of which it is found out how far their keys travel
+
+
 @dataclass(frozen=True, slots=True)
 class Ring:
     """How attention goes round: ``queries`` and ``keys`` positions, each in ``count`` chunks, as torch.chunk cuts.
 
     ``family``: whose kernels run. ``is_causal``: query i sees keys up to i. ``scale``: of the scores, by default
     1 / sqrt(head size). ``travels``: chunks of keys and values go round; else they are whole on every rank.
+    ``made_by``: the fields of a ``Mask``, where there is one; its leaves have rows for the queries of a chunk and
+    columns for all keys.
     """
 
     family: Family
@@ -91,24 +99,50 @@ class Ring:
     is_causal: bool
     scale: float | None
     travels: bool = True
+    made_by: tuple[Any, ...] | None = None
 
     @property
     def values(self) -> tuple[Any, ...]:
         """The fields as a node's argument."""
         return astuple(self)
 
+    @property
+    def mask(self) -> Mask | None:
+        """How the mask is made."""
+        return None if self.made_by is None else mask_of(self.made_by)
+
+    @property
+    def steps(self) -> int:
+        """How far each chunk of keys travels: to the last rank that sees any of them."""
+        return _steps(self) if self.travels else 0
+
     def tiles(self, index: int, source: int | None) -> Iterator[Tile]:
         """What the queries of a chunk see of the keys of another chunk, or of all, in tiles; causal ones are square."""
         queries = _chunk(self.queries, self.count, index)
         keys = range(self.keys) if source is None else _chunk(self.keys, self.count, source)
-        if not self.is_causal:
+        if self.mask is not None:
+            for rows, columns in product(_pieces(queries, TILE), _pieces(keys, TILE)):
+                if (shows := self.mask.shows(rows, columns)) is not False:
+                    yield from _tiles(queries, keys, rows, columns, is_masked=not shows)
+        elif not self.is_causal:
             yield from _tiles(queries, keys, queries, keys)
-            return
-        first = max(queries.start, keys.start)  # the first query that sees any of them
-        last = min(queries.stop, keys.stop)
-        yield from _tiles(queries, keys, range(first, queries.stop), range(keys.start, min(first, keys.stop)))
-        yield from _tiles(queries, keys, range(first, last), range(first, last), is_causal=True)
-        yield from _tiles(queries, keys, range(last, queries.stop), range(first, last))
+        else:
+            first = max(queries.start, keys.start)  # the first query that sees any of them
+            last = min(queries.stop, keys.stop)
+            yield from _tiles(queries, keys, range(first, queries.stop), range(keys.start, min(first, keys.stop)))
+            yield from _tiles(queries, keys, range(first, last), range(first, last), is_causal=True)
+            yield from _tiles(queries, keys, range(last, queries.stop), range(first, last))
+
+
+@lru_cache(maxsize=256)
+def _steps(ring: Ring) -> int:
+    most = ring.count - 1
+    if ring.mask is None or ring.count > MOST_COUNTED:
+        return most
+    for step in range(most, 0, -1):
+        if any(next(ring.tiles(i, (i - step) % ring.count), None) for i in range(ring.count)):
+            return step
+    return 0
 
 
 def _chunk(length: int, count: int, index: int) -> range:
@@ -116,59 +150,68 @@ def _chunk(length: int, count: int, index: int) -> range:
     return range(min(index * size, length), min((index + 1) * size, length))
 
 
+def _pieces(positions: range, size: int) -> list[range]:
+    return [positions[start : start + size] for start in range(0, len(positions), size)]
+
+
 @dataclass(frozen=True, slots=True)
 class Tile:
     """Rows of a chunk of queries, and columns of a chunk of keys of which each row sees each or, the n-th, the first n.
 
-    ``start``: the position of the first column.
+    ``start``: the position of the first column. ``is_masked``: what rows see is up to the mask.
     """
 
     rows: slice
     columns: slice
     start: int
     is_causal: bool
+    is_masked: bool
 
-    def mask(self, mask: Tensor | None) -> Tensor | None:
-        """The part of a mask that has a row for each query of the chunk, or one for all, and columns for all keys."""
-        if mask is None:
-            return None
-        own = mask.narrow(-1, self.start, self.columns.stop - self.columns.start)
-        return own if own.shape[-2] == 1 else own[..., self.rows, :]
+    def scores(self, ring: Ring, leaves: Sequence[Tensor]) -> Scores:
+        """What becomes of scores in the tile. ``leaves``: those of the ring's mask."""
+        mask, length = None, self.columns.stop - self.columns.start
+        if self.is_masked:
+            assert ring.mask is not None
+            rows = [leaf[..., self.rows, :] if leaf.ndim > 1 and leaf.shape[-2] > 1 else leaf for leaf in leaves]
+            pieces = [x.narrow(-1, self.start, length) if x.ndim and x.shape[-1] > 1 else x for x in rows]
+            mask = ring.mask.make(pieces)
+        return Scores(mask, self.is_causal, ring.scale)
 
 
-def _tiles(queries: range, keys: range, rows: range, columns: range, is_causal: bool = False) -> Iterator[Tile]:
+def _tiles(
+    queries: range, keys: range, rows: range, columns: range, is_causal: bool = False, is_masked: bool = False
+) -> Iterator[Tile]:
     """The tile of these positions of two chunks, if there is any."""
     if rows and columns:
-        own, other = (
-            slice(part.start - of.start, part.stop - of.start) for part, of in ((rows, queries), (columns, keys))
-        )
-        yield Tile(own, other, columns.start, is_causal)
+        own = slice(rows.start - queries.start, rows.stop - queries.start)
+        other = slice(columns.start - keys.start, columns.stop - keys.start)
+        yield Tile(own, other, columns.start, is_causal, is_masked)
 
 
 def ring_attention(
-    q: Tensor,
-    axes: tuple[str, ...],
-    dim: int,
-    values: tuple[Any, ...],
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None = None,
+    q: Tensor, axes: tuple[str, ...], dim: int, values: tuple[Any, ...], k: Tensor, v: Tensor, *leaves: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Attention and its logsumexp. ``axes`` cut the positions, dim 2; ``values`` are those of a ``Ring``.
 
-    ``mask`` is added to the scores.
+    ``leaves``: those of its mask.
     """
     ring = Ring(*values)
-    return kernels(ring.family, mask).forward(q, k, v, Scores(mask, ring.is_causal, ring.scale))
+    scores = _whole_scores(ring, leaves)
+    return kernels(ring.family, scores.mask).forward(q, k, v, scores)
 
 
 def ring_attention_backward(
     grad: Tensor, axes: tuple[str, ...], dim: int, values: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor,
-    out: Tensor, lse: Tensor, mask: Tensor | None = None,
+    out: Tensor, lse: Tensor, *leaves: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of queries, keys and values, from that of the result ``out`` with logsumexp ``lse``."""
     ring = Ring(*values)
-    return kernels(ring.family, mask).backward(grad, q, k, v, out, lse, Scores(mask, ring.is_causal, ring.scale))
+    scores = _whole_scores(ring, leaves)
+    return kernels(ring.family, scores.mask).backward(grad, q, k, v, out, lse, scores)
+
+
+def _whole_scores(ring: Ring, leaves: Sequence[Tensor]) -> Scores:
+    return Scores(None if ring.mask is None else ring.mask.make(leaves), ring.is_causal, ring.scale)
 
 
 RINGS = (ring_attention, ring_attention_backward)
@@ -198,7 +241,7 @@ def ring_workspace(target: Any, ring: Ring, keys: TensorType, values: TensorType
     The chunk that is met and the next one, on its way. In backward the gradients of its own chunk, those of a step, and
     those that are sent and received.
     """
-    chunk, foreign = keys.nbytes + values.nbytes, min(2, ring.count - 1)
+    chunk, foreign = keys.nbytes + values.nbytes, min(2, ring.steps)
     if target is ring_attention:
         return foreign * chunk
     sums = 2 * chunk * sum_dtype(keys.dtype).itemsize // keys.dtype.itemsize
@@ -214,8 +257,8 @@ class Joined:
     State: ``out``, in the dtype that sums are made in, and ``lse``, minus infinity where a query has seen no key yet.
     """
 
-    def __init__(self, ring: Ring, index: int, q: Tensor, v: Tensor, mask: Tensor | None) -> None:
-        self.ring, self.index, self.q, self.mask = ring, index, q, mask
+    def __init__(self, ring: Ring, index: int, q: Tensor, v: Tensor, *leaves: Tensor) -> None:
+        self.ring, self.index, self.q, self.leaves = ring, index, q, leaves
         self.out = v.new_zeros([*q.shape[:3], v.shape[3]], dtype=sum_dtype(v.dtype))
         self.lse = v.new_full(q.shape[:3], -torch.inf, dtype=self.out.dtype)
 
@@ -223,7 +266,7 @@ class Joined:
         """Join what the queries see of another chunk of keys and values, or of all."""
         for tile in self.ring.tiles(self.index, source):
             q, out, lse = (x[:, :, tile.rows] for x in (self.q, self.out, self.lse))
-            scores = Scores(tile.mask(self.mask), tile.is_causal, self.ring.scale)
+            scores = tile.scores(self.ring, self.leaves)
             run = kernels(self.ring.family, scores.mask).forward
             more, further = run(q, k[:, :, tile.columns], v[:, :, tile.columns], scores)
             further = further.masked_fill(scores.hidden, -torch.inf) if scores.mask is not None else further
@@ -242,9 +285,9 @@ class Gradients:
     """The gradients that a chunk of queries gives. State: ``of_queries``, a sum over the keys that it has met."""
 
     def __init__(
-        self, ring: Ring, index: int, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None
+        self, ring: Ring, index: int, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, *leaves: Tensor
     ) -> None:
-        self.ring, self.index, self.rows, self.mask = ring, index, (grad, q, out, lse), mask
+        self.ring, self.index, self.rows, self.leaves = ring, index, (grad, q, out, lse), leaves
         self.of_queries = torch.zeros_like(q, dtype=sum_dtype(q.dtype))
 
     def meet(self, source: int | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -252,7 +295,7 @@ class Gradients:
         dk, dv = (torch.zeros_like(x, dtype=sum_dtype(x.dtype)) for x in (k, v))
         for tile in self.ring.tiles(self.index, source):
             grad, q, out, lse = (x[:, :, tile.rows] for x in self.rows)
-            scores = Scores(tile.mask(self.mask), tile.is_causal, self.ring.scale)
+            scores = tile.scores(self.ring, self.leaves)
             run = kernels(self.ring.family, scores.mask).backward
             parts = run(grad, q, k[:, :, tile.columns], v[:, :, tile.columns], out, lse, scores)
             for total, part in zip(

@@ -104,7 +104,7 @@ def is_collective(node: fx.Node, count_rows: RowCount = most_rows_sent) -> bool:
     if node.target not in EXCHANGES or not node.args[1]:
         return False
     if node.target in RINGS:
-        return Ring(*node.args[3]).travels  # type: ignore[misc]
+        return Ring(*node.args[3]).steps != 0  # type: ignore[misc]
     return count_rows(node.args[3])[0] != 0  # type: ignore[arg-type]
 
 
@@ -121,7 +121,7 @@ def collective_at(program: Program, node: fx.Node, count_rows: RowCount = most_r
     if node.target in RINGS:
         travelling = [program.local_type(each) for each in goes_round(node)]
         before = after = joined_type(travelling)
-        steps = Ring(*node.args[3]).count - 1  # type: ignore[misc]
+        steps = Ring(*node.args[3]).steps  # type: ignore[misc]
         payload = wire = steps * before.nbytes
     elif not parts:  # of an exchange with neighbours
         dim, values = node.args[2:4]

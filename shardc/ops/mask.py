@@ -1,0 +1,158 @@
+"""Masks of attention that are made tile by tile: a few pointwise ops on rows and columns, as of positions or padding.
+
+A model makes its mask from vectors of positions and of the batch::
+
+    mask[b, 0, i, j] = 0 if row[i] >= column[j] and kept[b, j] else -inf
+
+Where each tile of attention makes its own part, nothing of the size of positions by positions is made. Where vectors
+are positions it follows by intervals whether a tile sees all, so that it needs no mask, or nothing and is left out.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Interval = tuple[float, float]  # from the least to the most that a value may be; False is 0 and True is 1
+REFERENCE = "value"  # a pair of this and an index stands in the arguments of a step for a value before it
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A tensor that a mask is made of. ``along``: the dim of the mask that it has, ``row`` or ``column``, or neither.
+
+    ``start``: its elements count on from there, or None where they do not. ``is_bool``: they are True or False.
+    """
+
+    along: str = ""
+    start: int | None = None
+    is_bool: bool = False
+
+    def interval(self, rows: range, columns: range) -> Interval:
+        """What its elements at these positions may be."""
+        positions = rows if self.along == "row" else columns
+        if self.start is None or not positions:
+            return (0, 1) if self.is_bool else UNKNOWN
+        return self.start + positions[0], self.start + positions[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A call of an op, whose arguments refer to values before it: to leaves, and to results of steps after these."""
+
+    op: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...] = ()
+
+    def filled(self, values: Sequence[Any], constant: Callable[[Any], Any] = lambda arg: arg) -> list[Any]:
+        """The arguments, with values in the place of references; all others become ``constant(argument)``."""
+        return [
+            values[arg[1]] if isinstance(arg, tuple) and arg[:1] == (REFERENCE,) else constant(arg) for arg in self.args
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """How a mask is made of its leaves; the value of the last step, or of the one leaf, is added to the scores."""
+
+    leaves: tuple[Leaf, ...]
+    steps: tuple[Step, ...] = ()
+
+    def make(self, leaves: Sequence[Tensor]) -> Tensor:
+        """The mask of these leaves, or a piece of it of pieces of them."""
+        values = list(leaves)
+        for step in self.steps:
+            device = {"device": leaves[0].device} if step.op in CONSTANTS else {}
+            values.append(op_named(step.op)(*step.filled(values), **dict(step.kwargs), **device))
+        return values[-1]
+
+    def shows(self, rows: range, columns: range) -> bool | None:
+        """Whether each row sees all these columns, or none sees any; None where neither holds or it is not known."""
+        values = [leaf.interval(rows, columns) for leaf in self.leaves]
+        for step in self.steps:
+            is_plain = not step.kwargs or step.op in CONSTANTS
+            infer = INTERVALS.get(step.op.partition(".")[0]) if is_plain else None
+            values.append(UNKNOWN if infer is None else infer(*step.filled(values, _interval)))
+        return True if values[-1] == (0, 0) else False if values[-1][1] == -inf else None
+
+
+def op_named(name: str) -> Any:
+    """The op of aten that a step names."""
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload)
+
+
+# What the results of an op may be, from what its arguments may be.
+
+
+UNKNOWN: Interval = (-inf, inf)
+
+
+def _interval(constant: Any) -> Any:
+    return (constant, constant) if isinstance(constant, (bool, int, float)) else constant
+
+
+def _difference(a: Interval, b: Interval) -> Interval:
+    return a[0] - b[1], a[1] - b[0]
+
+
+def _sum(a: Interval, b: Interval) -> Interval:
+    return a[0] + b[0], a[1] + b[1]
+
+
+def _compared(holds: Callable[[float, float], bool]) -> Callable[..., Interval]:
+    """A comparison that holds the more the larger the first and the smaller the second."""
+    return lambda a, b: (int(holds(a[0], b[1])), int(holds(a[1], b[0])))
+
+
+def _swapped(infer: Callable[..., Interval]) -> Callable[..., Interval]:
+    return lambda a, b: infer(b, a)
+
+
+def _chosen(condition: Interval, a: Interval, b: Interval) -> Interval:
+    if condition[0] == 1:
+        return a
+    return b if condition[1] == 0 else (min(a[0], b[0]), max(a[1], b[1]))
+
+
+def _both(a: Interval, b: Interval) -> Interval:
+    return min(a[0], b[0]), min(a[1], b[1])
+
+
+def _either(a: Interval, b: Interval) -> Interval:
+    return max(a[0], b[0]), max(a[1], b[1])
+
+
+def _negated(a: Interval) -> Interval:
+    return 1 - a[1], 1 - a[0]
+
+
+def _of_bools(infer: Callable[..., Interval]) -> Callable[..., Interval]:
+    """For an op that acts on bits of whole numbers too."""
+    return lambda *args: infer(*args) if all(0 <= low and high <= 1 for low, high in args) else UNKNOWN
+
+
+INTERVALS: Mapping[str, Callable[..., Interval]] = {
+    "add": _sum, "sub": _difference,
+    "ge": _compared(operator.ge), "gt": _compared(operator.gt),
+    "le": _swapped(_compared(operator.ge)), "lt": _swapped(_compared(operator.gt)),
+    "logical_and": _both, "logical_or": _either, "logical_not": _negated,
+    "bitwise_and": _of_bools(_both), "bitwise_or": _of_bools(_either), "bitwise_not": _of_bools(_negated),
+    "where": _chosen, "masked_fill": lambda x, condition, value: _chosen(condition, value, x),
+    "full": lambda shape, value: value, "scalar_tensor": lambda value: value,
+}  # fmt: skip
+CONSTANTS = ("full.default", "scalar_tensor.default")  # ops that make a number
+
+
+@lru_cache(maxsize=256)
+def mask_of(values: tuple[Any, ...]) -> Mask:
+    """The mask whose fields are these, as ``dataclasses.astuple`` gives them."""
+    leaves, steps = values
+    return Mask(tuple(Leaf(*each) for each in leaves), tuple(Step(*each) for each in steps))
