@@ -15,7 +15,7 @@ from shardc.options import AUTO, GATHER, ULYSSES
 from shardc.program.program import Program
 
 from .along import Along, Results, Windowed
-from .mask import mask_program
+from .mask import Placed, as_wide, mask_program
 
 HEADS, POSITIONS = 1, 2  # dims of queries and keys
 
@@ -74,7 +74,7 @@ def _mask(along: Along) -> fx.Node | None:
     return mask
 
 
-def _ring(along: Along) -> tuple[Ring, list[fx.Node]]:
+def _ring(along: Along) -> tuple[Ring, list[Placed]]:
     """How the op goes round, and what its mask is made of."""
     given, mask, program = along.given, _mask(along), along.emit.program
     lengths = along.size(given["query"]), along.size(given["key"])
@@ -87,7 +87,8 @@ def _ring(along: Along) -> tuple[Ring, list[fx.Node]]:
 
 
 def _expand(along: Along) -> Results:
-    emit, given, (ring, leaves) = along.emit, along.given, _ring(along)
+    emit, given, (ring, made_of) = along.emit, along.given, _ring(along)
+    leaves = [as_wide(emit, *leaf) for leaf in made_of]
     q, k, v = (given[name] for name in ("query", "key", "value"))
     fixed, more = ((), POSITIONS, ring.values), emit.program.types(along.node)
     if along.node.target in FORWARD:

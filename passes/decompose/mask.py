@@ -13,91 +13,123 @@ from shardc.ops.pointwise import is_pointwise
 from shardc.program.node import is_cast, operand
 from shardc.program.program import Program
 
+from ..emitter import Emitter
+
 aten = torch.ops.aten
 MOST_STEPS = 64
 VIEWS = (aten.unsqueeze.default, aten.reshape.default, aten.view.default, aten.squeeze.default)
+NDIM, ROWS, COLUMNS = 4, 2, 3  # dims of a mask: samples, heads, rows and columns
+
+Placed = tuple[fx.Node, tuple[int | None, ...]]  # a value, and for each of its dims that of the mask; None of one of 1
 
 
-def mask_program(program: Program, mask: fx.Node) -> tuple[Mask, list[fx.Node]]:
+def mask_program(program: Program, mask: fx.Node) -> tuple[Mask, list[Placed]]:
     """How a mask is made, and the values that it is made of; the mask itself where it is not made of vectors."""
-    finder = _Finder(program, tuple(program.type(mask).shape[-2:]))
-    finder.reference(mask)
-    is_found = finder.steps and len(finder.steps) <= MOST_STEPS and all(map(finder.is_vector, finder.leaves))
-    if not is_found:
-        return Mask((Leaf("both"),)), [mask]
-    leaves = list(finder.leaves)
-    places = {node: i for i, node in enumerate(leaves)}
-    places |= {node: len(leaves) + i for i, node in enumerate(finder.steps)}
+    finder, place = _Finder(program), tuple(range(NDIM))[NDIM - len(program.type(mask).shape) :]
+    finder.enter(mask, place)
+    is_found = finder.steps and len(finder.steps) <= MOST_STEPS
+    if not is_found or any(finder.is_wide(*leaf) for leaf in finder.leaves):
+        return Mask((Leaf("both"),)), [(mask, place)]
+    steps = tuple(finder.step(*each) for each in finder.steps)
+    return Mask(tuple(finder.leaf(*each) for each in finder.leaves), steps), list(finder.leaves)
 
-    def placed(arg: Any) -> Any:
-        if isinstance(arg, fx.Node):
-            return REFERENCE, places[finder.same.get(arg, arg)]
-        return tuple(arg) if isinstance(arg, (list, tuple)) else arg
 
-    steps = [
-        Step(_name(node), tuple(map(placed, node.args)), tuple((key, placed(arg)) for key, arg in node.kwargs.items()))
-        for node in finder.steps
-    ]
-    return Mask(tuple(map(finder.leaf, leaves)), tuple(steps)), leaves
+def as_wide(emit: Emitter, node: fx.Node, place: Sequence[int | None]) -> fx.Node:
+    """A leaf with the dims of a mask; a number as it is."""
+    shape = [1] * NDIM
+    for dim, size in zip(place, emit.shape(node), strict=True):
+        if dim is not None:
+            shape[dim] = size
+    is_as_it_is = emit.shape(node) in ((), tuple(shape))
+    return node if is_as_it_is else emit(aten.reshape.default, node, shape)
 
 
 class _Finder:
     """Walks from a mask to the vectors that it is made of.
 
-    State: ``leaves`` and ``steps``, each in the order of the graph; ``same``: expanded values and what they show.
+    State: ``leaves`` and ``steps``, in the order in which they are made; ``same``: views, and what they show.
     """
 
-    def __init__(self, program: Program, shape: tuple[int, ...]) -> None:
-        self.program, self.shape = program, shape
-        self.leaves, self.steps, self.same = dict[fx.Node, None](), dict[fx.Node, None](), dict[fx.Node, fx.Node]()
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.leaves, self.steps, self.same = dict[Placed, None](), dict[Placed, None](), dict[Placed, Placed]()
 
-    def reference(self, node: fx.Node) -> None:
+    def enter(self, node: fx.Node, place: tuple[int | None, ...]) -> None:
         """Enter a value and all that it is made of."""
-        if node in self.leaves or node in self.steps or node in self.same:
+        key = node, place
+        if key in self.leaves or key in self.steps or key in self.same:
             return
-        if node.target is aten.expand.default and self._is_wide(node):
-            source = operand(node)
-            if len(self.program.type(source).shape) == len(self.program.type(node).shape):
-                self.reference(source)
-                self.same[node] = self.same.get(source, source)
-                return
-        is_number = node.op == "call_function" and _name(node) in CONSTANTS and not self.program.type(node).shape
-        is_step = is_number or (self._is_wide(node) and self._is_step(node))
-        if is_step and len(self.steps) <= MOST_STEPS:
+        if not self.is_wide(node, place):
+            is_number = node.op == "call_function" and _name(node) in CONSTANTS and not self.program.type(node).shape
+            (self.steps if is_number else self.leaves)[key] = None
+            return
+        if (shown := self._shown(node, place)) is not None:
+            self.enter(*shown)
+            self.same[key] = shown
+        elif self._is_step(node) and len(self.steps) <= MOST_STEPS:
             for read in node.all_input_nodes:
-                self.reference(read)
-            self.steps[node] = None
+                self.enter(*self._operand(read, place))
+            self.steps[key] = None
         else:
-            self.leaves[node] = None
+            self.leaves[key] = None
 
-    def is_vector(self, node: fx.Node) -> bool:
-        """Whether a leaf is small: it lacks rows or columns. One of 3 dims has them where a logsumexp has others."""
-        return not self._is_wide(node) and len(self.program.type(node).shape) != 3
+    def is_wide(self, node: fx.Node, place: Sequence[int | None]) -> bool:
+        """Whether a value has a row for each query and a column for each key."""
+        sizes = dict(zip(place, self.program.type(node).shape, strict=True))
+        return sizes.get(ROWS, 1) > 1 and sizes.get(COLUMNS, 1) > 1
 
-    def leaf(self, node: fx.Node) -> Leaf:
+    def leaf(self, node: fx.Node, place: Sequence[int | None]) -> Leaf:
         """What is known of a leaf."""
         type_ = self.program.type(node)
-        rows, columns = (1, 1, *type_.shape)[-2:]
-        along = "row" if rows > 1 else "column" if columns > 1 else ""
-        is_one_row = type_.numel == rows * columns
-        return Leaf(along, self._start(node) if along and is_one_row else None, type_.dtype == torch.bool)
+        along = [dim for dim, size in zip(place, type_.shape, strict=True) if size > 1]
+        name = {(ROWS,): "row", (COLUMNS,): "column"}.get(tuple(along[-1:]), "")  # type: ignore[arg-type]
+        start = self._start(node) if name and len(along) == 1 else None
+        return Leaf(name, start, type_.dtype == torch.bool)
 
-    def _is_wide(self, node: fx.Node) -> bool:
-        """Whether a value has a row for each query and a column for each key."""
+    def step(self, node: fx.Node, place: tuple[int | None, ...]) -> Step:
+        """A step, whose arguments refer to leaves and to steps before it."""
+        places = {each: i for i, each in enumerate((*self.leaves, *self.steps))}
+
+        def refer(arg: Any) -> Any:
+            if not isinstance(arg, fx.Node):
+                return tuple(arg) if isinstance(arg, (list, tuple)) else arg
+            read = self._operand(arg, place)
+            while read in self.same:
+                read = self.same[read]
+            return REFERENCE, places[read]
+
+        kwargs = tuple((key, refer(arg)) for key, arg in node.kwargs.items())
+        return Step(_name(node), tuple(map(refer, node.args)), kwargs)
+
+    def _operand(self, node: fx.Node, place: tuple[int | None, ...]) -> Placed:
+        """An operand of a pointwise op, whose dims are aligned from the right; those of one element have no place."""
         shape = self.program.type(node).shape
-        return len(shape) > 1 and 1 not in shape[-2:]
+        own = place[len(place) - len(shape) :]
+        return node, tuple(None if size == 1 else dim for dim, size in zip(own, shape, strict=True))
+
+    def _shown(self, node: fx.Node, place: tuple[int | None, ...]) -> Placed | None:
+        """What a view shows whose dims are the same but for some of one element; nothing for other ops."""
+        if node.target is aten.expand.default:
+            return self._operand(operand(node), place)
+        if node.target not in VIEWS:
+            return None
+        source, shape = operand(node), self.program.type(node).shape
+        left = [(dim, size) for dim, size in zip(place, shape, strict=True) if size != 1]
+        own = self.program.type(source).shape
+        if [size for size in own if size != 1] != [size for _, size in left]:
+            return None
+        dims = iter(left)
+        return source, tuple(None if size == 1 else next(dims)[0] for size in own)
 
     def _is_step(self, node: fx.Node) -> bool:
         target: Any = node.target
         is_ours = isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
-        is_whole = all(isinstance(arg, (fx.Node, bool, int, float)) for arg in node.args)
-        return node.op == "call_function" and is_ours and is_pointwise(target) and is_whole
+        is_plain = all(isinstance(arg, (fx.Node, bool, int, float)) for arg in node.args)
+        return node.op == "call_function" and is_ours and is_pointwise(target) and is_plain
 
     def _start(self, node: fx.Node) -> int | None:
         """Where a vector that counts positions starts."""
-        if is_cast(node) and not self.program.type(node).dtype.is_floating_point:
-            return self._start(operand(node))
-        if node.target in VIEWS:
+        if (is_cast(node) and not self.program.type(node).dtype.is_floating_point) or node.target in VIEWS:
             return self._start(operand(node))
         if node.target in (aten.add.Tensor, aten.sub.Tensor) and not node.kwargs and isinstance(node.args[1], int):
             start, by = self._start(operand(node)), node.args[1]

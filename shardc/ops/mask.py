@@ -134,6 +134,10 @@ def _negated(a: Interval) -> Interval:
     return 1 - a[1], 1 - a[0]
 
 
+def _equal(a: Interval, b: Interval) -> Interval:
+    return int(a[0] == a[1] == b[0] == b[1]), int(a[0] <= b[1] and b[0] <= a[1])
+
+
 def _of_bools(infer: Callable[..., Interval]) -> Callable[..., Interval]:
     """For an op that acts on bits of whole numbers too."""
     return lambda *args: infer(*args) if all(0 <= low and high <= 1 for low, high in args) else UNKNOWN
@@ -143,6 +147,7 @@ INTERVALS: Mapping[str, Callable[..., Interval]] = {
     "add": _sum, "sub": _difference,
     "ge": _compared(operator.ge), "gt": _compared(operator.gt),
     "le": _swapped(_compared(operator.ge)), "lt": _swapped(_compared(operator.gt)),
+    "eq": _equal, "ne": lambda a, b: _negated(_equal(a, b)),
     "logical_and": _both, "logical_or": _either, "logical_not": _negated,
     "bitwise_and": _of_bools(_both), "bitwise_or": _of_bools(_either), "bitwise_not": _of_bools(_negated),
     "where": _chosen, "masked_fill": lambda x, condition, value: _chosen(condition, value, x),

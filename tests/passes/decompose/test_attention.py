@@ -9,6 +9,7 @@ import torch
 from attending import BATCH, WIDTH, Attending, check_step, draw, kinds_sent
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from shardc import Mesh, P, Remat, ShardingError, Zero, compile
 from shardc.ops.attention import Ring
@@ -138,3 +139,56 @@ def test_tiles_cover_what_each_query_sees_and_nothing_twice(
                 assert tile.start == source * column_size + tile.columns.start
     wanted = torch.ones(queries, keys)
     assert torch.equal(seen, wanted.tril() if is_causal else wanted)
+
+
+# Masks that a model makes.
+
+
+def _seen(n: int, kind: str) -> Tensor:
+    """Which keys each query sees."""
+    position, batch = torch.arange(n), torch.arange(BATCH).view(-1, 1, 1)
+    row, column = position.unsqueeze(1), position.unsqueeze(0)
+    match kind:
+        case "window":
+            return (column <= row) & (column > row - 3)
+        case "prefix":
+            return ((column <= row) | (column < 4))[None, None]
+        case "documents":
+            document = (position // 5)[None, None]
+            return (document.unsqueeze(-1) == document.unsqueeze(-2)) & (column <= row)
+        case "padding":
+            return ((column <= row) & (column >= 2 * batch)).unsqueeze(1)
+        case "near":
+            return (row - column).abs() < 3
+    raise AssertionError(kind)
+
+
+class Masking(Attending):
+    """It makes its own mask."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(is_causal=False)
+        self.kind = kind
+
+    def forward(self, x: Tensor, y: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x, y, _seen(x.shape[1], self.kind))
+
+
+@pytest.mark.parametrize("way", ["auto", "gather"])
+@pytest.mark.parametrize("kind", ["window", "prefix", "documents", "padding", "near"])
+def test_a_mask_made_of_positions_is_made_tile_by_tile(kind: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardc.ops.attention.TILE", 2)
+    torch.manual_seed(0)
+    for count, length in ((4, 16), (3, 14)):
+        compiled = check_step(Masking(kind).double(), Mesh(cp=count), draw(length), TOLERANCE, attention=way)
+        types = [type_ for node in compiled.program.graph.nodes for type_ in compiled.program.types(node) if type_]
+        assert not [type_ for type_ in types if type_.shape[-1:] == (length,) and type_.numel > BATCH * length]
+
+
+def test_keys_travel_as_far_as_they_are_seen() -> None:
+    """With windows of 3 positions on chunks of 4 to the next rank, from where their gradients come back."""
+    torch.manual_seed(0)
+    compiled = check_step(Masking("window").double(), Mesh(cp=4), draw(16), TOLERANCE)
+    chunk = 2 * 8 * BATCH * 16 * WIDTH // 4
+    sent = {each.name: (each.steps, each.wire_bytes) for each in compiled.collectives if "ring" in each.name}
+    assert sent == {"ring_attention": (1, chunk), "ring_attention_backward": (1, 2 * chunk)}
