@@ -18,6 +18,7 @@ from pathlib import Path
 import demo
 import finetune_llama_lora
 import gpt
+import long_context
 import mlp
 import moe
 import pipeline
@@ -50,6 +51,17 @@ def test_the_moe_prints_what_it_sends_and_trains_as_on_one_device(capsys: pytest
     losses = [tuple(map(float, found)) for found in re.findall(r"one device (\S+)  4 ranks (\S+)", printed)]
     assert len(losses) == 5 and all(one == pytest.approx(other, abs=1e-5) for one, other in losses)
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+def test_long_rows_train_as_on_one_device(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["long_context.py", "--length", "96"])
+    long_context.main()
+    printed = capsys.readouterr().out
+    losses = [tuple(map(float, found)) for found in re.findall(r"loss (\S+), on one device (\S+)", printed)]
+    assert len(losses) == 3 and all(one == pytest.approx(other, abs=2e-4) for one, other in losses)
+    keys_and_values = 2 * 2 * 4 * 96 * 32 * 3 // 4  # in two layers, of two heads of 16
+    assert f"{keys_and_values + 8:>9,} bytes that a rank sends by collective_permute in forward" in printed
 
 
 @pytest.mark.slow

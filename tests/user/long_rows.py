@@ -1,4 +1,4 @@
-"""Task 11: rows of 32 k tokens: heads and, between layers, positions cut; and bfloat16 with recomputation."""
+"""Task 11: rows of 32 k tokens: positions cut, or heads and positions between layers; bfloat16 with recomputation."""
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -7,6 +7,7 @@ import shardc
 from shardc import Mesh, P, Precision, Remat
 
 TOKENS = 32 * 1024
+POSITIONS = {"input_ids": P(None, "cp"), "labels": P(None, "cp")}
 CUT = {"*.o_proj.weight": P(None, "tp"), "*.down_proj.weight": P(None, "tp"), "model.embed_tokens": P(None, "tp")}
 
 
@@ -21,13 +22,14 @@ def new_model(tokens):
 
 
 def plans(tokens=TOKENS):
-    """Bytes that a rank saves for backward and its operations: on one device, cut, and in bfloat16 recomputed."""
+    """Bytes that a rank saves for backward and its operations: on one device, cut, in bfloat16 recomputed, in a ring."""
     model, ids = new_model(tokens), torch.zeros(1, tokens, dtype=torch.long)
     call = {"input_ids": ids, "labels": ids}
     whole = shardc.compile(model, Mesh(one=1), kwargs=call)
     cut = shardc.compile(model, Mesh(tp=2), CUT, kwargs=call)
+    ring = shardc.compile(model, Mesh(cp=4), POSITIONS, kwargs=call)
     small = cut.recompile(precision=Precision(compute=torch.bfloat16), remat=Remat("model.layers.*"))
-    return [(each.memory["saved"], each.cost.flops) for each in (whole, cut, small)]
+    return [(each.memory["saved"], each.cost.flops) for each in (whole, cut, small, ring)]
 
 
 def losses(tokens=TOKENS, **options):

@@ -126,8 +126,9 @@ def test_a_mistake_is_an_error_that_names_the_argument_and_says_what_to_type(mis
 
 def test_rows_of_32_k_tokens_are_cut_and_recomputed_in_bfloat16() -> None:
     long_rows = importlib.import_module("long_rows")
-    (whole, flops), (cut, cut_flops), (small, _) = long_rows.plans()
+    (whole, flops), (cut, cut_flops), (small, _), (ring, ring_flops) = long_rows.plans()
     assert cut < 0.6 * whole and small < 0.4 * cut and cut_flops == pytest.approx(flops / 2, rel=0.01)
+    assert ring < 0.3 * whole and ring_flops == pytest.approx(flops / 4, rel=0.01)
     with torch.no_grad():
         loss, expected = long_rows.losses()
     torch.testing.assert_close(loss, expected, rtol=0, atol=1e-5)
