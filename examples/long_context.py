@@ -41,8 +41,8 @@ def main() -> None:
     model = shardc.parallelize(alone, mesh(), POSITIONS, attention=args.attention)
     optimizer, other = (torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (model, alone))
     for step, ids in enumerate(rows, 1):
-        losses = [train(*pair, ids) for pair in ((model, optimizer), (alone, other))]
-        say(f"step {step}  loss {losses[0]:.4f}, on one device {losses[1]:.4f}")
+        loss, expected = train(model, optimizer, ids), train(alone, other, ids)
+        say(f"step {step}  loss {loss:.4f}, on one device {expected:.4f}")
 
     calls = {"input_ids": rows[0], "labels": rows[0]}
     whole = shardc.compile(alone, Mesh(cp=1), kwargs=calls)
@@ -59,7 +59,7 @@ def main() -> None:
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) -> float:
     """The loss of a step."""
     loss: Tensor = model(input_ids=ids, labels=ids).loss
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     optimizer.zero_grad()
     return loss.item()

@@ -103,7 +103,7 @@ def slice_of_padded(program: Program, node: fx.Node) -> Results:
         return None
     length = shape[piece.dim] - pads[at] - pads[at + 1]
     new = pads[at] - piece.start, pads[at + 1] - (shape[piece.dim] - piece.end)
-    if min(new) < -length:
+    if min(new) < -length or length + sum(new) < 0:
         return None
     pads[at : at + 2] = new
     return program.emit(aten.constant_pad_nd.default, given["self"], pads, given["value"], like=node)

@@ -101,6 +101,11 @@ class Ring:
     travels: bool = True
     made_by: tuple[Any, ...] | None = None
 
+    def __str__(self) -> str:
+        chunks = f"{self.count} chunks of {self.queries} queries and {self.keys} keys"
+        words = [chunks, "causal" if self.is_causal else "", "" if self.travels else "all keys on each rank"]
+        return ", ".join([*filter(None, words), *([f"mask {self.mask}"] if self.mask else [])])
+
     @property
     def values(self) -> tuple[Any, ...]:
         """The fields as a node's argument."""

@@ -35,6 +35,12 @@ class Leaf:
     start: int | None = None
     is_bool: bool = False
 
+    def text(self, index: int) -> str:
+        """As a part of an expression: ``row``, ``column - 8``, or the number of the leaf."""
+        if self.start is None:
+            return f"given {index}"
+        return self.along + (f" {'+-'[self.start < 0]} {abs(self.start)}" if self.start else "")
+
     def interval(self, rows: range, columns: range) -> Interval:
         """What its elements at these positions may be."""
         positions = rows if self.along == "row" else columns
@@ -64,6 +70,14 @@ class Mask:
 
     leaves: tuple[Leaf, ...]
     steps: tuple[Step, ...] = ()
+
+    def __str__(self) -> str:
+        """As an expression, such as ``where(le(column, row), 0.0, -inf)``."""
+        texts = [leaf.text(i) for i, leaf in enumerate(self.leaves)]
+        for step in self.steps:
+            name, args = step.op.partition(".")[0], [str(arg) for arg in step.filled(texts)]
+            texts.append(args[-1] if step.op in CONSTANTS else f"{name}({', '.join(args)})")
+        return texts[-1]
 
     def make(self, leaves: Sequence[Tensor]) -> Tensor:
         """The mask of these leaves, or a piece of it of pieces of them."""

@@ -22,7 +22,7 @@ def new_model(tokens):
 
 
 def plans(tokens=TOKENS):
-    """Bytes that a rank saves for backward and its operations: on one device, cut, in bfloat16 recomputed, in a ring."""
+    """Bytes that a rank saves for backward and its operations: on one device, cut, in bfloat16, in a ring."""
     model, ids = new_model(tokens), torch.zeros(1, tokens, dtype=torch.long)
     call = {"input_ids": ids, "labels": ids}
     whole = shardc.compile(model, Mesh(one=1), kwargs=call)

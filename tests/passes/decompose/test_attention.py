@@ -9,7 +9,7 @@ import torch
 from attending import BATCH, WIDTH, Attending, check_step, draw, kinds_sent
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardc import Mesh, P, Remat, ShardingError, Zero, compile
 from shardc.ops.attention import Ring
@@ -192,3 +192,42 @@ def test_keys_travel_as_far_as_they_are_seen() -> None:
     chunk = 2 * 8 * BATCH * 16 * WIDTH // 4
     sent = {each.name: (each.steps, each.wire_bytes) for each in compiled.collectives if "ring" in each.name}
     assert sent == {"ring_attention": (1, chunk), "ring_attention_backward": (1, 2 * chunk)}
+
+
+def test_a_dump_says_how_attention_goes_round_and_what_its_mask_is() -> None:
+    inputs = draw(16, dtype=torch.float32)
+    compiled = compile(Masking("window"), Mesh(cp=4), {"x": P(None, "cp")}, kwargs=inputs)
+    seen = "where(bitwise_and(le(column, row), gt(column, row - 3)), 0.0, -inf)"
+    assert f"4 chunks of 16 queries and 16 keys, mask {seen})" in compiled.dump()
+    assert "cp cuts the positions, and ring_attention sees the keys of all" in str(compiled.explain("ring_attention"))
+
+
+# A slice of a padded value, as labels are shifted.
+
+
+class Shifted(nn.Module):
+    def __init__(self, pads: tuple[int, int], start: int, end: int, is_read_twice: bool) -> None:
+        super().__init__()
+        self.pads, self.start, self.end, self.is_read_twice = pads, start, end, is_read_twice
+
+    def forward(self, x: Tensor) -> Tensor:
+        padded = nn.functional.pad(x, self.pads, value=2.0)
+        shifted = padded[:, self.start : self.end]
+        return shifted.exp().sum() + (padded.sum() if self.is_read_twice else 0.0)
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 3), st.integers(0, 3), st.integers(0, 12), st.integers(0, 12), st.booleans())
+def test_a_slice_of_a_padded_value_is_that_of_one_device(
+    before: int, after: int, start: int, end: int, is_read_twice: bool
+) -> None:
+    x = torch.arange(18, dtype=torch.float64).view(2, 9) / 9
+    model = Shifted((before, after), start, end, is_read_twice)
+    compiled = compile(model, Mesh(cp=3), {"x": P(None, "cp")}, args=(x,), train=False)
+    torch.testing.assert_close(compiled.simulate(x)[0], model(x))
+
+
+def test_a_shift_by_one_sends_one_position() -> None:
+    x = torch.zeros(2, 9)
+    compiled = compile(Shifted((0, 1), 1, 10, False), Mesh(cp=3), {"x": P(None, "cp")}, args=(x,), train=False)
+    assert [each.wire_bytes for each in compiled.collectives if each.kind == "collective_permute"] == [2 * 4]
