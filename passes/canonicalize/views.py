@@ -20,7 +20,9 @@ aten = torch.ops.aten
 
 
 def _copy(program: Program, node: fx.Node) -> Results:
-    """A conversion to the dtype that the value has already."""
+    """A conversion to the dtype that the value has already; or of a number, as a trace of vmap has it."""
+    if not isinstance(node.args[0], fx.Node):
+        return program.emit(aten.scalar_tensor.default, node.args[0], like=node, dtype=program.type(node).dtype)
     source = operand(node)
     return source if program.type(node) == program.type(source) else None
 

@@ -22,6 +22,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode, dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
@@ -50,6 +51,7 @@ def higher_order_ops(kept: list[Opaque]) -> Iterator[None]:
         (f"{_HOME}.scan", "scan_op"): partial(_scan, kept),
         (f"{_HOME}.associative_scan", "associative_scan_op"): _associative_scan,
         ("torch.nn.attention.flex_attention", "flex_attention_hop"): _flex_attention,
+        ("torch.nn.attention.flex_attention", "_validate_device"): lambda *_: None,  # ops have a backward everywhere
         ("torch", "compile"): lambda model=None, **options: (lambda fn: fn) if model is None else model,
     }
     if "torch._dynamo" in sys.modules:  # else nothing is compiled yet, and its import takes seconds
@@ -141,9 +143,33 @@ def _associative_scan(combine: Callable[..., Any], xs: Sequence[Tensor], additio
 
 def _flex_attention(query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, scale: float,
                     kernel_options: Any, score_buffers: Any = (), mask_buffers: Any = ()) -> Any:  # fmt: skip
-    """Scores, mask and softmax as ops, with their own backward, so that batch and heads may stay cut."""
+    """Fused attention with a mask, where scores are not changed; else scores, mask and softmax as ops.
+
+    Its logsumexp is computed as ops, and gone where nobody reads it.
+    """
     plain = importlib.import_module(f"{_HOME}.flex_attention").math_attention
-    return plain(query, key, value, score_mod, block_mask, scale, kernel_options, score_buffers, mask_buffers)
+    out, *others = plain(query, key, value, score_mod, block_mask, scale, kernel_options, score_buffers, mask_buffers)
+    is_unchanged = score_mod is importlib.import_module("torch.nn.attention.flex_attention")._identity
+    if is_unchanged and query.size(0) == key.size(0):
+        try:
+            seen = _seen(query, key, block_mask[-1], mask_buffers)
+        except (RuntimeError, IndexError, TypeError, ValueError):  # it takes single positions alone, as vmap gives them
+            return out, *others
+        if seen is None or seen.dim() == 4:
+            has_fewer_keys = query.size(1) != key.size(1)
+            out = scaled_dot_product_attention(query, key, value, seen, scale=scale, enable_gqa=has_fewer_keys)
+    return out, *others
+
+
+def _seen(query: Tensor, key: Tensor, mask_mod: Callable[..., Tensor], buffers: Sequence[Any]) -> Tensor | None:
+    """Which keys each query sees, of vectors of positions; None where it sees all."""
+    sizes = *query.shape[:3], key.shape[2]
+    vectors = (
+        torch.arange(size, device=query.device).view([size if i == dim else 1 for i in range(4)])
+        for dim, size in enumerate(sizes)
+    )
+    seen = mask_mod(*vectors, *buffers)
+    return seen if seen.dim() else None
 
 
 def _listed(types: Sequence[TensorType]) -> str:

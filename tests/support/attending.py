@@ -33,12 +33,16 @@ class Attending(nn.Module):
                 (self.v, seen, self.num_keys),
             )
         )
-        is_causal = self.is_causal and mask is None
-        attended = scaled_dot_product_attention(
-            q, k, v, mask, is_causal=is_causal, scale=self.scale, enable_gqa=self.num_keys != self.heads
-        )
-        out: Tensor = self.out(attended.transpose(1, 2).flatten(2))
+        out: Tensor = self.out(self.attend(q, k, v, mask).transpose(1, 2).flatten(2))
         return (out * out).sum()
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """What the queries get of the values."""
+        has_fewer_keys = self.num_keys != self.heads
+        is_causal = self.is_causal and mask is None
+        return scaled_dot_product_attention(
+            q, k, v, mask, is_causal=is_causal, scale=self.scale, enable_gqa=has_fewer_keys
+        )
 
 
 def draw(queries: int, keys: int | None = None, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:

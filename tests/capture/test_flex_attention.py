@@ -1,0 +1,87 @@
+"""flex_attention: with a mask alone it is fused attention, of which a rank makes its part of the mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from attending import Attending, draw, kinds_sent
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from shardc import Mesh, P, compile
+
+LENGTH = 16
+DOCUMENT = torch.arange(LENGTH) // 5
+MASKS: dict[str, Callable[..., Tensor] | None] = {
+    "causal": lambda b, h, i, j: i >= j,
+    "window": lambda b, h, i, j: (i >= j) & (i - j < 4),
+    "documents": lambda b, h, i, j: (DOCUMENT[i] == DOCUMENT[j]) & (i >= j),
+    "of heads": lambda b, h, i, j: (i >= j) & ((h < 2) | (i - j < 3)),
+    "none": None,
+}
+
+
+def with_distance(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return score + (i - j) * 0.1
+
+
+class Flexible(Attending):
+    """Attention with a function of positions as its mask, and perhaps one that changes scores.
+
+    ``is_written_out``: as ops, since torch has no backward of flex_attention on CPUs.
+    """
+
+    def __init__(self, name: str, num_keys: int = 4, score_mod: Any = None) -> None:
+        super().__init__(num_keys=num_keys)
+        self.seen, self.score_mod, self.is_written_out = MASKS[name], score_mod, False
+        self.block_mask = self.seen and create_block_mask(self.seen, None, None, LENGTH, LENGTH, device="cpu")
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        if not self.is_written_out:
+            return flex_attention(q, k, v, self.score_mod, self.block_mask, enable_gqa=True)
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        sizes = (*q.shape[:3], k.shape[2])
+        index = [torch.arange(n).view([n if dim == i else 1 for dim in range(4)]) for i, n in enumerate(sizes)]
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        scores = scores if self.score_mod is None else self.score_mod(scores, *index)
+        scores = scores if self.seen is None else scores.masked_fill(~self.seen(*index), -torch.inf)
+        return scores.softmax(-1) @ v
+
+
+def check(model: Flexible, annotations: dict[str, Any], mesh: Mesh) -> Any:
+    torch.manual_seed(0)
+    model, inputs = model.double(), draw(LENGTH)
+    compiled = compile(model, mesh, annotations, kwargs=inputs)
+    loss, gradients = compiled.simulate(**inputs)
+    model.is_written_out = True
+    expected = model(**inputs)
+    wanted = torch.autograd.grad(expected, list(model.parameters()))
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-10)
+    for (name, _), gradient in zip(model.named_parameters(), wanted, strict=True):
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-10, atol=1e-10, msg=name)
+    return compiled
+
+
+@pytest.mark.parametrize("num_keys", [4, 2])
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_of_positions_goes_with_a_ring(name: str, num_keys: int) -> None:
+    compiled = check(Flexible(name, num_keys), {"x": P(None, "cp")}, Mesh(cp=4))
+    assert "ring_attention" in kinds_sent(compiled) or (name, num_keys) == ("none", 4)
+    steps = {each.steps for each in compiled.collectives if "ring" in each.name}
+    assert name != "window" or steps == {1}
+    types = [type_ for node in compiled.program.graph.nodes for type_ in compiled.program.types(node) if type_]
+    assert not [type_ for type_ in types if type_.shape[-2:] == (LENGTH // 4, LENGTH)]
+
+
+def test_heads_are_cut_as_before() -> None:
+    annotations = {name: P("tp") for name in ("q.*", "k.*", "v.*")}
+    compiled = check(Flexible("causal"), annotations, Mesh(tp=2))
+    assert {each.kind for each in compiled.collectives} == {"all_reduce"}
+
+
+def test_changed_scores_are_ops_as_before() -> None:
+    compiled = check(Flexible("causal", score_mod=with_distance), {"x": P(None, "cp")}, Mesh(cp=2))
+    assert "all_gather" in kinds_sent(compiled)
