@@ -3,7 +3,7 @@
 A rank that has a chunk of the queries needs every key once. ``ring_attention`` takes the chunks of keys and values one
 after the other, as they come round, and joins what each gives by its logsumexp (Milakov and Gimelshein 2018)::
 
-    lse = logaddexp(lse_a, lse_b);  out = out_a * exp(lse_a - lse) + out_b * exp(lse_b - lse)
+    lse = logaddexp(lse_a, lse_b);  out = out_a + (out_b - out_a) * sigmoid(lse_b - lse_a)
 
 Backward runs torch's own kernel on each block with the final result and logsumexp, so that nothing is computed again
 but what that kernel does (Ring Attention, Liu et al. 2023). On whole values both are attention as torch has it.
@@ -274,11 +274,12 @@ class Joined:
             scores = tile.scores(self.ring, self.leaves)
             run = kernels(self.ring.family, scores.mask).forward
             more, further = run(q, k[:, :, tile.columns], v[:, :, tile.columns], scores)
-            further = further.masked_fill(scores.hidden, -torch.inf) if scores.mask is not None else further
-            joined = torch.logaddexp(lse, further)
-            base = joined.masked_fill(joined == -torch.inf, 0.0)  # where no key was seen, weights are exp(-inf)
-            out.mul_((lse - base).exp().unsqueeze(-1)).add_(more * (further - base).exp().unsqueeze(-1))
-            lse.copy_(joined)
+            if scores.mask is not None:
+                more = more.masked_fill(scores.hidden.unsqueeze(-1), 0.0)
+                further = further.masked_fill(scores.hidden, -torch.inf)
+            weight = (further - lse).nan_to_num(nan=-torch.inf).sigmoid()  # 0 where no key has been seen at all
+            out.lerp_(more.to(out.dtype), weight.unsqueeze(-1).to(out.dtype))
+            lse.copy_(torch.logaddexp(lse, further))
 
     @property
     def results(self) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,8 @@
 """Causal attention over cut positions: shardc's three ways beside torch's ring and a ring by hand.
 
-    python benchmarks/long_context.py                                   # 2 ranks, 4096 positions
-    python benchmarks/long_context.py --ranks 4 --share                 # each with half a processor (Linux, as root)
-    python benchmarks/long_context.py --positions 16384 --rounds 5
+    python benchmarks/attention.py                                   # 2 ranks, 4096 positions
+    python benchmarks/attention.py --ranks 4 --share                 # each with half a processor (Linux, as root)
+    python benchmarks/attention.py --positions 16384 --rounds 5
 
 Layers of multi-head attention with projections, forward and backward, batch 1. All ways live in the same processes and
 take their steps in turn. Prints for each way the median step of the slowest rank and the processor time of the busiest,
