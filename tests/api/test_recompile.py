@@ -188,12 +188,12 @@ ERRORS: Mapping[str, tuple[dict[str, Any], str]] = {
         {"annotation": {}},
         "recompile(annotation=...): there is no such argument\n"
         "  it takes arguments of shardc.compile, but for the model\n"
-        "  did you mean annotations or train?",
+        "  did you mean annotations or attention or train?",
     ),
     "a model": (
         {"model": None},
         "recompile(model=...): there is no such argument\n  it takes arguments of shardc.compile, but for the model"
-        "\n  say one of annotations, args, bucket, differentiable, fixed, kwargs, links, mesh, optimizer, pipeline, "
+        "\n  say one of annotations, args, attention, bucket, differentiable, fixed, kwargs, links, mesh, optimizer, pipeline, "
         "precision, remat, strict, train, zero",
     ),
     "the mesh alone": (
