@@ -54,8 +54,8 @@ def _sends_less_to_heads(along: Along) -> bool:
     """
     given, emit, times = along.given, along.emit, 2 if _has_backward(along.emit.program) else 1
     q, k, v = (emit.type(given[name]).nbytes for name in ("query", "key", "value"))
-    mask = _mask(along)
-    has_rows = mask is not None and emit.shape(mask)[-2] > 1
+    mask = _ring(along)[0].mask
+    has_rows = mask is not None and any(leaf.along in ("row", "both") for leaf in mask.leaves)
     return not has_rows and times * (q + k) * 2 / along.count < (2 * times - 1) * (k + v)
 
 
@@ -83,12 +83,14 @@ def _ring(along: Along) -> tuple[Ring, list[Placed]]:
     if mask is None:
         return ring, []
     made, leaves = mask_program(program, mask)
-    return replace(ring, made_by=astuple(made)), leaves
+    return replace(ring, travels=travels and not made.may_lower, made_by=astuple(made)), leaves
 
 
 def _expand(along: Along) -> Results:
     emit, given, (ring, made_of) = along.emit, along.given, _ring(along)
-    leaves = [as_wide(emit, *leaf) for leaf in made_of]
+    leaves = [
+        as_wide(emit, leaf, *each) for leaf, each in zip(ring.mask.leaves if ring.mask else (), made_of, strict=True)
+    ]
     q, k, v = (given[name] for name in ("query", "key", "value"))
     fixed, more = ((), POSITIONS, ring.values), emit.program.types(along.node)
     if along.node.target in FORWARD:

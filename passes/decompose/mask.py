@@ -27,19 +27,22 @@ def mask_program(program: Program, mask: fx.Node) -> tuple[Mask, list[Placed]]:
     """How a mask is made, and the values that it is made of; the mask itself where it is not made of vectors."""
     finder, place = _Finder(program), tuple(range(NDIM))[NDIM - len(program.type(mask).shape) :]
     finder.enter(mask, place)
-    is_found = finder.steps and len(finder.steps) <= MOST_STEPS
-    if not is_found or any(finder.is_wide(*leaf) for leaf in finder.leaves):
-        return Mask((Leaf("both"),)), [(mask, place)]
+    wide = [node for node, dims in finder.leaves if finder.is_wide(node, dims)]
+    if len(finder.steps) > MOST_STEPS or any(program.type(node).dtype != torch.bool for node in wide):
+        return Mask((Leaf("both", is_float=True),)), [(mask, place)]
     steps = tuple(finder.step(*each) for each in finder.steps)
     return Mask(tuple(finder.leaf(*each) for each in finder.leaves), steps), list(finder.leaves)
 
 
-def as_wide(emit: Emitter, node: fx.Node, place: Sequence[int | None]) -> fx.Node:
-    """A leaf with the dims of a mask; a number as it is."""
+def as_wide(emit: Emitter, leaf: Leaf, node: fx.Node, place: Sequence[int | None]) -> fx.Node:
+    """A leaf with the dims of a mask; a number as it is. Positions are counted anew, so that nobody sends them."""
     shape = [1] * NDIM
     for dim, size in zip(place, emit.shape(node), strict=True):
         if dim is not None:
             shape[dim] = size
+    if leaf.start is not None:
+        end, dtype = leaf.start + emit.type(node).numel, emit.type(node).dtype
+        node = emit(aten.arange.start, leaf.start, end, dtype=dtype)
     is_as_it_is = emit.shape(node) in ((), tuple(shape))
     return node if is_as_it_is else emit(aten.reshape.default, node, shape)
 
@@ -59,9 +62,12 @@ class _Finder:
         key = node, place
         if key in self.leaves or key in self.steps or key in self.same:
             return
-        if not self.is_wide(node, place):
-            is_number = node.op == "call_function" and _name(node) in CONSTANTS and not self.program.type(node).shape
-            (self.steps if is_number else self.leaves)[key] = None
+        is_call, type_ = node.op == "call_function", self.program.type(node)
+        if is_call and _name(node) in CONSTANTS and (not type_.shape or self.is_wide(node, place)):
+            self.steps[key] = None
+            return
+        if not self.is_wide(node, place) and not type_.dtype.is_floating_point:
+            self.leaves[key] = None
             return
         if (shown := self._shown(node, place)) is not None:
             self.enter(*shown)
@@ -82,9 +88,9 @@ class _Finder:
         """What is known of a leaf."""
         type_ = self.program.type(node)
         along = [dim for dim, size in zip(place, type_.shape, strict=True) if size > 1]
-        name = {(ROWS,): "row", (COLUMNS,): "column"}.get(tuple(along[-1:]), "")  # type: ignore[arg-type]
+        name = "both" if self.is_wide(node, place) else "row" if ROWS in along else "column" if COLUMNS in along else ""
         start = self._start(node) if name and len(along) == 1 else None
-        return Leaf(name, start, type_.dtype == torch.bool)
+        return Leaf(name, start, type_.dtype == torch.bool, type_.dtype.is_floating_point)
 
     def step(self, node: fx.Node, place: tuple[int | None, ...]) -> Step:
         """A step, whose arguments refer to leaves and to steps before it."""
@@ -99,7 +105,8 @@ class _Finder:
             return REFERENCE, places[read]
 
         kwargs = tuple((key, refer(arg)) for key, arg in node.kwargs.items())
-        return Step(_name(node), tuple(map(refer, node.args)), kwargs)
+        args = ((), *node.args[1:]) if node.target is aten.full.default else node.args  # one number, however wide
+        return Step(_name(node), tuple(map(refer, args)), kwargs)
 
     def _operand(self, node: fx.Node, place: tuple[int | None, ...]) -> Placed:
         """An operand of a pointwise op, whose dims are aligned from the right; those of one element have no place."""
@@ -125,11 +132,16 @@ class _Finder:
         target: Any = node.target
         is_ours = isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
         is_plain = all(isinstance(arg, (fx.Node, bool, int, float)) for arg in node.args)
-        return node.op == "call_function" and is_ours and is_pointwise(target) and is_plain
+        is_bitwise = is_ours and target._schema.name.startswith("aten::bitwise")
+        has_bits = is_bitwise and self.program.type(node).dtype != torch.bool
+        is_op = is_ours and (is_pointwise(target) or is_cast(node))
+        return node.op == "call_function" and is_op and is_plain and not has_bits
 
     def _start(self, node: fx.Node) -> int | None:
-        """Where a vector that counts positions starts."""
-        if (is_cast(node) and not self.program.type(node).dtype.is_floating_point) or node.target in VIEWS:
+        """Where a vector that counts positions, in a dtype that has numbers for them, starts."""
+        if self.program.type(node).dtype not in (torch.int64, torch.int32):
+            return None
+        if is_cast(node) or node.target in VIEWS:
             return self._start(operand(node))
         if node.target in (aten.add.Tensor, aten.sub.Tensor) and not node.kwargs and isinstance(node.args[1], int):
             start, by = self._start(operand(node)), node.args[1]

@@ -114,8 +114,9 @@ def _ways(plan: CutPlan, node: fx.Node) -> Iterator[Way]:
 
 
 def _is_free(plan: CutPlan, node: fx.Node, rule: Rule, factor: str) -> bool:
-    """Whether all tensors of an op have a factor, and its plan leaves it whole."""
-    if not all(rule.has(factor, dims) for dims in (*rule.operands, *rule.results) if dims is not None):
+    """Whether all tensors of an op have a factor, and its plan leaves it whole; a mask of attention may lack it."""
+    operands = () if is_attention(node.target) else rule.operands
+    if not all(rule.has(factor, dims) for dims in (*operands, *rule.results) if dims is not None):
         return False
     results = zip(plan.ops[node].results, rule.results, strict=True)
     return all(

@@ -299,6 +299,9 @@ def constants(program: Program) -> list[fx.Node]:
     for node in reversed(list(result)):
         if not all(user in result or is_new(user) for user in node.users):
             del result[node]
+    for node in list(result):  # in order, so that what is made of those that are gone goes too
+        if not result.keys() >= set(node.all_input_nodes):
+            del result[node]
     return list(result)
 
 

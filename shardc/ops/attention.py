@@ -126,7 +126,8 @@ class Ring:
         queries = _chunk(self.queries, self.count, index)
         keys = range(self.keys) if source is None else _chunk(self.keys, self.count, source)
         if self.mask is not None:
-            for rows, columns in product(_pieces(queries, TILE), _pieces(keys, TILE)):
+            length = len(keys) if self.mask.may_lower else TILE
+            for rows, columns in product(_pieces(queries, TILE), _pieces(keys, max(1, length))):
                 if (shows := self.mask.shows(rows, columns)) is not False:
                     yield from _tiles(queries, keys, rows, columns, is_masked=not shows)
         elif not self.is_causal:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 Interval = tuple[float, float]  # from the least to the most that a value may be; False is 0 and True is 1
+LARGEST = 1e4  # a number that leaves a logsumexp enough digits
 REFERENCE = "value"  # a pair of this and an index stands in the arguments of a step for a value before it
 
 
@@ -29,11 +30,13 @@ class Leaf:
     """A tensor that a mask is made of. ``along``: the dim of the mask that it has, ``row`` or ``column``, or neither.
 
     ``start``: its elements count on from there, or None where they do not. ``is_bool``: they are True or False.
+    ``is_float``: they are no whole numbers.
     """
 
     along: str = ""
     start: int | None = None
     is_bool: bool = False
+    is_float: bool = False
 
     def text(self, index: int) -> str:
         """As a part of an expression: ``row``, ``column - 8``, or the number of the leaf."""
@@ -79,6 +82,15 @@ class Mask:
             texts.append(args[-1] if step.op in CONSTANTS else f"{name}({', '.join(args)})")
         return texts[-1]
 
+    @property
+    def may_lower(self) -> bool:
+        """Whether it may lower all scores of a query by so much that their logsumexp has no digits for their number.
+
+        A row that ``finfo.min`` hides is the mean of all values: of several tiles it cannot be joined.
+        """
+        numbers = (abs(arg) for step in self.steps for arg in step.args if isinstance(arg, (int, float)))
+        return any(leaf.is_float for leaf in self.leaves) or any(LARGEST < number < inf for number in numbers)
+
     def make(self, leaves: Sequence[Tensor]) -> Tensor:
         """The mask of these leaves, or a piece of it of pieces of them."""
         values = list(leaves)
@@ -91,8 +103,12 @@ class Mask:
         """Whether each row sees all these columns, or none sees any; None where neither holds or it is not known."""
         values = [leaf.interval(rows, columns) for leaf in self.leaves]
         for step in self.steps:
-            is_plain = not step.kwargs or step.op in CONSTANTS
-            infer = INTERVALS.get(step.op.partition(".")[0]) if is_plain else None
+            name, kwargs = step.op.partition(".")[0], dict(step.kwargs)
+            if name in CASTS:
+                values.append(_cast(step.filled(values)[0], kwargs.get("dtype")) if len(kwargs) < 2 else UNKNOWN)
+                continue
+            is_plain = not kwargs or step.op in CONSTANTS
+            infer = INTERVALS.get(name) if is_plain else None
             values.append(UNKNOWN if infer is None else infer(*step.filled(values, _interval)))
         return True if values[-1] == (0, 0) else False if values[-1][1] == -inf else None
 
@@ -130,43 +146,60 @@ def _swapped(infer: Callable[..., Interval]) -> Callable[..., Interval]:
     return lambda a, b: infer(b, a)
 
 
+def _truth(a: Interval) -> Interval:
+    """Whether a number is not 0."""
+    return int(a[0] > 0 or a[1] < 0), int(a != (0, 0))
+
+
 def _chosen(condition: Interval, a: Interval, b: Interval) -> Interval:
-    if condition[0] == 1:
+    is_true, may_be_true = _truth(condition)
+    if is_true:
         return a
-    return b if condition[1] == 0 else (min(a[0], b[0]), max(a[1], b[1]))
+    return (min(a[0], b[0]), max(a[1], b[1])) if may_be_true else b
 
 
 def _both(a: Interval, b: Interval) -> Interval:
+    a, b = _truth(a), _truth(b)
     return min(a[0], b[0]), min(a[1], b[1])
 
 
 def _either(a: Interval, b: Interval) -> Interval:
+    a, b = _truth(a), _truth(b)
     return max(a[0], b[0]), max(a[1], b[1])
 
 
 def _negated(a: Interval) -> Interval:
+    a = _truth(a)
     return 1 - a[1], 1 - a[0]
+
+
+def _distance(a: Interval) -> Interval:
+    ends = sorted(map(abs, a))
+    return (0 if a[0] <= 0 <= a[1] else ends[0]), ends[1]
+
+
+def _cast(a: Interval, dtype: Any) -> Interval:
+    """Of values that every dtype has."""
+    if dtype == torch.bool:
+        return _truth(a)
+    return a if dtype is not None and dtype.is_floating_point and set(a) <= {0, 1, inf, -inf} else UNKNOWN
 
 
 def _equal(a: Interval, b: Interval) -> Interval:
     return int(a[0] == a[1] == b[0] == b[1]), int(a[0] <= b[1] and b[0] <= a[1])
 
 
-def _of_bools(infer: Callable[..., Interval]) -> Callable[..., Interval]:
-    """For an op that acts on bits of whole numbers too."""
-    return lambda *args: infer(*args) if all(0 <= low and high <= 1 for low, high in args) else UNKNOWN
-
-
 INTERVALS: Mapping[str, Callable[..., Interval]] = {
-    "add": _sum, "sub": _difference,
+    "abs": _distance, "add": _sum, "sub": _difference,
     "ge": _compared(operator.ge), "gt": _compared(operator.gt),
     "le": _swapped(_compared(operator.ge)), "lt": _swapped(_compared(operator.gt)),
     "eq": _equal, "ne": lambda a, b: _negated(_equal(a, b)),
     "logical_and": _both, "logical_or": _either, "logical_not": _negated,
-    "bitwise_and": _of_bools(_both), "bitwise_or": _of_bools(_either), "bitwise_not": _of_bools(_negated),
+    "bitwise_and": _both, "bitwise_or": _either, "bitwise_not": _negated,  # of bools: see is_step
     "where": _chosen, "masked_fill": lambda x, condition, value: _chosen(condition, value, x),
     "full": lambda shape, value: value, "scalar_tensor": lambda value: value,
 }  # fmt: skip
+CASTS = ("_to_copy", "convert_element_type")
 CONSTANTS = ("full.default", "scalar_tensor.default")  # ops that make a number
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc.ops.attention import RINGS
 from shardc.ops.contraction import dot
 from shardc.ops.index import MAKE_NEW, lookup_rows, scatter_rows
 from shardc.program.collective import COLLECTIVES, EXCHANGES, collective_kind, group_size, reshard
@@ -118,7 +119,7 @@ def _layouts(
 # Aliasing, as far as the ops' schemas say: for generated code, which reuses buffers.
 
 aten = torch.ops.aten
-NEW = {dot, lookup_rows, scatter_rows, *MAKE_NEW}
+NEW = {dot, lookup_rows, scatter_rows, *MAKE_NEW, *RINGS}
 
 
 def dies_at(value: fx.Node, reader: fx.Node, part: Mapping[fx.Node, int]) -> bool:

@@ -185,16 +185,14 @@ class NeighbourEdges:
 
 @dataclass(frozen=True, slots=True)
 class RoundOfKeys(NeighbourEdges):
-    """Queries of attention see the keys of all chunks, which go round in ``steps``."""
+    """Queries of attention see keys of other chunks, which go round in ``steps``."""
 
     steps: int = 1
 
     @property
     def text(self) -> str:
         """The exchange in a few words."""
-        return (
-            f"{self.value} is {self.src.text(self.type)}, {self.user} sees the keys of all chunks, steps: {self.steps}"
-        )
+        return f"{self.value} is {self.src.text(self.type)}, {self.user} sees keys of other chunks, steps: {self.steps}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import transformers as hf
 from attending import Attending, draw, kinds_sent
 from gloo_pool import GlooPool
 from parallel_models import whole
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardc import Mesh, P, Pipeline, compile, parallelize
@@ -87,13 +87,23 @@ def test_nothing_moves_but_keys_values_one_label_and_sums() -> None:
     assert kinds == {"windows": 1, "ring_attention": 2, "ring_attention_backward": 2}
 
 
+class Windowed(Attending):
+    """Two attentions, the second of which makes a mask of positions."""
+
+    def forward(self, x: Tensor, y: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        position = torch.arange(x.shape[1])
+        row, column = position.unsqueeze(1), position.unsqueeze(0)
+        seen = (column <= row) & ((column > row - 4) | (column < 2))
+        return super().forward(x) + super().forward(x, mask=seen)
+
+
 def trained(way: str, compiler: str, shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
     """The loss and the gradients of a step, and by kind the bytes that this rank sent and that are announced."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     inputs = draw(18, dtype=torch.float32)
     cut = P("dp" if "dp" in names else None, "cp")
-    parallel = parallelize(Attending(num_keys=2), mesh, {"x": cut}, attention=way, compile=compiler)
+    parallel = parallelize(Windowed(num_keys=2), mesh, {"x": cut}, attention=way, compile=compiler)
     parallel(**inputs)
     comm = parallel.shardc.conversion.comm
     comm.traffic[0].clear()
@@ -114,7 +124,7 @@ def test_on_real_ranks_a_step_is_that_of_one_device_and_sends_what_is_announced(
     gloo: GlooPool, way: str, compiler: str
 ) -> None:
     torch.manual_seed(0)
-    model, inputs = Attending(num_keys=2), draw(18, dtype=torch.float32)
+    model, inputs = Windowed(num_keys=2), draw(18, dtype=torch.float32)
     expected = model(**inputs)
     wanted = torch.autograd.grad(expected, list(model.parameters()))
     shape, names = ((2, 2), ("dp", "cp")) if way == "ulysses" else ((4,), ("cp",))

@@ -43,6 +43,7 @@ MASKS = {
     "same": made(("eq.Tensor", 0, 1), *scores(4)),
     "other": made(CAUSAL, ("ne.Tensor", 0, 1), ("bitwise_or.Tensor", 4, 5), ("logical_not.default", 6), *scores(7)),
     "documents": made(CAUSAL, ("eq.Tensor", 1, KEPT), ("bitwise_and.Tensor", 4, 5), *scores(6)),
+    "near": made(("sub.Tensor", 0, 1), ("abs.default", 4), ("lt.Scalar", 5, 3.0), *scores(6)),
     "distance": made(("sub.Tensor", 0, 1), ("lt.Scalar", 4, 3.0), ("ge.Scalar", 4, 0.0), ("bitwise_and.Tensor", 5, 6),
                      *scores(7)),
     "filled": made(("lt.Tensor", 0, 1), ("scalar_tensor.default", 0.0), ("masked_fill.Scalar", 5, 4, -INF)),

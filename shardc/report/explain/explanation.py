@@ -160,7 +160,7 @@ REASONS = {
     "placed": "{axis} cuts dim {dim}, where {end} has it whole",
     "end": "{axis} cuts dim {dim}, where {user} is not cut",
     "cut": "{axis} cuts dim {dim} of what {user} takes, as {end} has it",
-    "keys": "{axis} cuts the positions, and {user} sees the keys of all of them, which go from rank to rank",
+    "keys": "{axis} cuts the positions, and {user} sees keys of others, which go from rank to rank",
     "edges": "{axis} cuts a dim of which {user} reads what lies next to each piece",
     "stored": "{end} keeps it cut over {axis} between uses",
     "crossed": "{end} puts what makes it and what reads it into different stages",

@@ -158,8 +158,18 @@ def _seen(n: int, kind: str) -> Tensor:
             return (document.unsqueeze(-1) == document.unsqueeze(-2)) & (column <= row)
         case "padding":
             return ((column <= row) & (column >= 2 * batch)).unsqueeze(1)
+        case "cast":
+            return torch.zeros(n, n).masked_fill(column > row, -torch.inf).double()
         case "near":
             return (row - column).abs() < 3
+        case "numbers as truth":
+            return torch.logical_and((row + 1 - column).clamp(min=0), column - 3)
+        case "truth as positions":
+            return (position - 3).bool().unsqueeze(1) & (column <= row)
+        case "few bits":
+            return row.to(torch.uint8) - 3 >= column.to(torch.uint8) - 2
+        case "bits":
+            return (~(row.clamp(max=1)) & 1).bool() | (column <= row)
     raise AssertionError(kind)
 
 
@@ -174,8 +184,36 @@ class Masking(Attending):
         return super().forward(x, y, _seen(x.shape[1], self.kind))
 
 
+@pytest.mark.parametrize("kind", ["numbers as truth", "truth as positions", "few bits", "bits"])
+def test_what_is_no_position_is_not_taken_for_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardc.ops.attention.TILE", 2)
+    torch.manual_seed(0)
+    check_step(Masking(kind).double(), Mesh(cp=4), draw(12), TOLERANCE)
+
+
+class Lowering(Attending):
+    """It hides keys by a number, all of them from its last queries, whose result is the mean of all values."""
+
+    def __init__(self, number: float) -> None:
+        super().__init__(is_causal=False)
+        self.number = number
+
+    def forward(self, x: Tensor, y: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        position = torch.arange(x.shape[1])
+        seen = (position.unsqueeze(0) <= position.unsqueeze(1)) & (position.unsqueeze(1) < 8)
+        return super().forward(x, y, torch.where(seen, x.new_zeros(()), x.new_full((), self.number)))
+
+
+@pytest.mark.parametrize("number", [torch.finfo(torch.float64).min, -1e9])
+def test_rows_that_a_number_hides_are_those_of_one_device(number: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardc.ops.attention.TILE", 2)
+    torch.manual_seed(0)
+    for length in (11, 12):
+        check_step(Lowering(number).double(), Mesh(cp=4), draw(length), 1e-6 if number == -1e9 else TOLERANCE)
+
+
 @pytest.mark.parametrize("way", ["auto", "gather"])
-@pytest.mark.parametrize("kind", ["window", "prefix", "documents", "padding", "near"])
+@pytest.mark.parametrize("kind", ["window", "prefix", "documents", "padding", "near", "cast"])
 def test_a_mask_made_of_positions_is_made_tile_by_tile(kind: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardc.ops.attention.TILE", 2)
     torch.manual_seed(0)
@@ -199,7 +237,7 @@ def test_a_dump_says_how_attention_goes_round_and_what_its_mask_is() -> None:
     compiled = compile(Masking("window"), Mesh(cp=4), {"x": P(None, "cp")}, kwargs=inputs)
     seen = "where(bitwise_and(le(column, row), gt(column, row - 3)), 0.0, -inf)"
     assert f"4 chunks of 16 queries and 16 keys, mask {seen})" in compiled.dump()
-    assert "cp cuts the positions, and ring_attention sees the keys of all" in str(compiled.explain("ring_attention"))
+    assert "cp cuts the positions, and ring_attention sees keys of others" in str(compiled.explain("ring_attention"))
 
 
 # A slice of a padded value, as labels are shifted.
