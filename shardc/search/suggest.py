@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import permutations
 from typing import Any
 
 from torch import nn
@@ -154,9 +155,11 @@ class _Suggesting:
         return [each.plan for each in estimates[:NUM_WHOLE]]
 
     def _variants(self) -> list[Plan]:
-        """The best plan with options that are chosen for the whole model: a schedule, what is recomputed."""
+        """The best plan with what is chosen for the whole model: the axis that crosses nodes, a schedule, recomputation."""
         best = self._ranked()[0]
         variants: list[Plan] = []
+        if self.task.machine.between is not None and best.pipeline is None:
+            variants += [replace(best, axes=axes) for axes in permutations(best.axes) if axes != best.axes]
         if best.pipeline is not None and self.task.pipelines is None:
             variants.append(replace(best, pipeline=replace(best.pipeline, schedule="auto")))
         if best.remat is not None and self.task.may_recompute and self.task.memory < float("inf"):
