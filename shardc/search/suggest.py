@@ -155,7 +155,7 @@ class _Suggesting:
         return [each.plan for each in estimates[:NUM_WHOLE]]
 
     def _variants(self) -> list[Plan]:
-        """The best plan with what is chosen for the whole model: the axis that crosses nodes, a schedule, recomputation."""
+        """The best plan with what is chosen for the whole model: who crosses nodes, a schedule, recomputation."""
         best = self._ranked()[0]
         variants: list[Plan] = []
         if self.task.machine.between is not None and best.pipeline is None:
