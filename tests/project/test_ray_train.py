@@ -16,11 +16,7 @@ from pathlib import Path
 
 import pytest
 import ray_train
-import torch
-from gpt import GPT
-
-import shardc
-from shardc import Mesh
+from resumed import losses, losses_of_one_device
 
 SECONDS = 400
 STEPS, FURTHER = 40, 42  # Ray's output comes late: most of them are after the death
@@ -46,25 +42,6 @@ def fit(folder: Path, workers: int, steps: int, printed: Path, is_killed: bool =
         running.wait()
     assert running.returncode == 0 and not is_killed, printed.read_text()
     return losses(printed.read_text())
-
-
-def losses(printed: str) -> list[tuple[int, float]]:
-    return [(int(step), float(loss)) for step, loss in re.findall(r"step (\d+)  loss (\S+)", printed)]
-
-
-def losses_of_one_device(steps: int) -> list[float]:
-    torch.manual_seed(0)
-    model = shardc.parallelize(GPT(ray_train.CONFIG), Mesh(one=1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    found = []
-    for step in range(steps):
-        loss = model(*ray_train.batch(step))
-        loss.backward()
-        model.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found
 
 
 @pytest.mark.slow

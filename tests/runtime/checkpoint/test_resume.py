@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -12,12 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-import resume
-import torch
-from gpt import GPT
-
-import shardc
-from shardc import Mesh
+from resumed import losses, losses_of_one_device
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "resume.py"
 SECONDS = 150
@@ -57,32 +51,11 @@ def disturbed(path: Path, printed: Path, kills: int, seed: int) -> int:
     return killed
 
 
-def losses(printed: str) -> list[tuple[int, float]]:
-    return [(int(step), float(loss)) for step, loss in re.findall(r"step (\d+)  loss (\S+)", printed)]
-
-
-def undisturbed(steps: int) -> list[float]:
-    torch.manual_seed(0)
-    model = shardc.parallelize(GPT(resume.CONFIG), Mesh(one=1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
-    found = []
-    for step in range(steps):
-        loss = model(*resume.batch(step))
-        loss.backward()
-        model.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-        found.append(loss.item())
-    return found
-
-
 @pytest.mark.sweep
 @pytest.mark.xdist_group("gloo")
 @pytest.mark.parametrize("seed", [0])
 def test_a_job_goes_on_after_deaths_and_with_fewer_ranks(tmp_path: Path, seed: int) -> None:
-    wanted = undisturbed(STEPS + 6)
+    wanted = losses_of_one_device(STEPS + 6, is_scheduled=True)
     killed = disturbed(tmp_path / "checkpoints", tmp_path / "printed", 3, seed)
     assert killed == 3
     printed = (tmp_path / "printed").read_text()
