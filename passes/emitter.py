@@ -11,11 +11,11 @@ import torch
 from torch import fx
 
 from shardc.language.sharding import TensorType
+from shardc.ops.reduction import wide_dtype
 from shardc.program.node import arguments
 from shardc.program.program import Program
 
 aten = torch.ops.aten
-NARROW = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +59,6 @@ class Emitter:
         """One result of a call that has several."""
         type_ = self.program.types(node)[index]
         return self.program.insert(operator.getitem, (node, index), type_, self.node, name="getitem")
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that numbers of a dtype are summed in."""
-    return torch.float32 if dtype in NARROW else dtype
 
 
 def widened(dtype: torch.dtype) -> dict[str, torch.dtype]:

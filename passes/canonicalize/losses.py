@@ -12,10 +12,11 @@ import torch
 from torch import fx
 
 from shardc.ops.index import scatter_add_at, scatter_added_at
+from shardc.ops.reduction import NARROW, wide_dtype
 from shardc.program.node import arguments, operand, operands
 from shardc.program.program import Program
 
-from ..emitter import NARROW, Emitter, Results, Rewrite, one_along, wide_dtype
+from ..emitter import Emitter, Results, Rewrite, one_along
 
 aten = torch.ops.aten
 

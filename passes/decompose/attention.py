@@ -25,20 +25,20 @@ class Rings(Windowed):
     """A kernel of attention, in chunks of its positions."""
 
     def moved(self, along: Along) -> int | None:
-        """Bytes that all ranks together send: each chunk of keys and values goes to all other ranks.
+        """Bytes that all ranks together send: each chunk of keys and values goes to all ranks that see any of it.
 
-        In backward their gradients go with them. None where a mask has a gradient too.
+        In backward their gradients go with them. None where a mask has a gradient too, and where heads are cut instead.
         """
         given, program = along.given, along.emit.program
         if along.dim != POSITIONS or ((mask := given.get("grad_input_mask")) and mask[3]):
             return None
-        way = program.options.attention
+        way, ring = program.options.attention, _ring(along)[0]
         if way == ULYSSES and not _divides(along):
             raise _undivided(along)
-        if way == ULYSSES or (way == AUTO and _divides(along) and _sends_less_to_heads(along)):
+        if way == ULYSSES or (way == AUTO and _divides(along) and _sends_less_to_heads(along, ring)):
             return None  # the axes of positions move to heads, see choose_dims
         keys_and_values = sum(along.emit.type(given[name]).nbytes for name in ("key", "value"))
-        return _ring(along)[0].steps * keys_and_values * (2 if along.node.target in BACKWARD else 1)
+        return ring.steps * keys_and_values * (2 if along.node.target in BACKWARD else 1)
 
 
 def _divides(along: Along) -> bool:
@@ -47,20 +47,20 @@ def _divides(along: Along) -> bool:
     return heads % (num_shards(sharding.dims[HEADS].all_axes) * along.count) == 0
 
 
-def _sends_less_to_heads(along: Along) -> bool:
+def _sends_less_to_heads(along: Along, ring: Ring) -> bool:
     """Whether fewer bytes go by all_to_all of queries, keys, values and results than round a ring, in a whole step.
 
     Never where each query has a row of a mask, which a rank would need whole.
     """
     given, emit, times = along.given, along.emit, 2 if _has_backward(along.emit.program) else 1
     q, k, v = (emit.type(given[name]).nbytes for name in ("query", "key", "value"))
-    mask = _ring(along)[0].mask
-    has_rows = mask is not None and any(leaf.along in ("row", "both") for leaf in mask.leaves)
+    has_rows = ring.mask is not None and any(leaf.along in ("row", "both") for leaf in ring.mask.leaves)
     return not has_rows and times * (q + k) * 2 / along.count < (2 * times - 1) * (k + v)
 
 
 def _has_backward(program: Program) -> bool:
-    return any(node.target in BACKWARD or node.target is ring_attention_backward for node in program.calls)
+    targets = (*BACKWARD, ring_attention_backward)
+    return any(program.graph.find_nodes(op="call_function", target=target) for target in targets)
 
 
 def _undivided(along: Along) -> ShardingError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,8 @@ def mask_program(program: Program, mask: fx.Node) -> tuple[Mask, list[Placed]]:
     wide = [node for node, dims in finder.leaves if finder.is_wide(node, dims)]
     if len(finder.steps) > MOST_STEPS or any(program.type(node).dtype != torch.bool for node in wide):
         return Mask((Leaf("both", is_float=True),)), [(mask, place)]
-    steps = tuple(finder.step(*each) for each in finder.steps)
+    places = {each: i for i, each in enumerate((*finder.leaves, *finder.steps))}
+    steps = tuple(finder.step(*each, places) for each in finder.steps)
     return Mask(tuple(finder.leaf(*each) for each in finder.leaves), steps), list(finder.leaves)
 
 
@@ -92,9 +93,8 @@ class _Finder:
         start = self._start(node) if name and len(along) == 1 else None
         return Leaf(name, start, type_.dtype == torch.bool, type_.dtype.is_floating_point)
 
-    def step(self, node: fx.Node, place: tuple[int | None, ...]) -> Step:
-        """A step, whose arguments refer to leaves and to steps before it."""
-        places = {each: i for i, each in enumerate((*self.leaves, *self.steps))}
+    def step(self, node: fx.Node, place: tuple[int | None, ...], places: Mapping[Placed, int]) -> Step:
+        """A step, whose arguments refer to leaves and to steps before it by their ``places``."""
 
         def refer(arg: Any) -> Any:
             if not isinstance(arg, fx.Node):

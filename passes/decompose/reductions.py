@@ -14,10 +14,11 @@ import torch
 from torch import fx
 
 from shardc.language.size import plain
+from shardc.ops.reduction import wide_dtype
 from shardc.program.node import arguments
 from shardc.program.program import Program
 
-from ..emitter import NEVER, Decomposition, Emitter, Form, wide_dtype
+from ..emitter import NEVER, Decomposition, Emitter, Form
 
 aten = torch.ops.aten
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 from torch import fx
 
@@ -29,9 +28,8 @@ from shardc.language.mesh import AxisPart
 from shardc.language.rule import Dims
 from shardc.language.sharding import DimSharding, Sharding
 from shardc.language.windows import moves_rows
-from shardc.ops.attention import RINGS, Ring
 from shardc.program.collective import EXCHANGES, reshard
-from shardc.program.communication import goes_round
+from shardc.program.communication import goes_round, ring_of
 from shardc.program.node import is_annotation, is_getitem, operand, operands, set_operands
 from shardc.program.program import Output, Program, Value, ends_of
 from shardc.program.provenance import (
@@ -112,9 +110,8 @@ class _Rewriter:
         self.propagated[node] = program.origins(node)
         program.set_origins(node, reasons.result_origins())
         program.set_sharding(node, op.results if program.has_many(node) else op.results[0])
-        values: Any = node.args[3] if node.target in EXCHANGES else None
-        ring = Ring(*values) if node.target in RINGS else None
-        if (ring is not None and ring.steps) or (ring is None and values and moves_rows(values)):
+        ring = ring_of(node)
+        if ring.steps if ring else node.target in EXCHANGES and moves_rows(node.args[3]):  # type: ignore[arg-type]
             moved = goes_round(node)[0] if ring else operand(node)
             type_, sharding = program.value_type(program.value(moved)), program.sharding(moved)
             ends = endpoint(program, moved), type_, sharding, endpoint(program, node)

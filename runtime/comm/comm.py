@@ -64,7 +64,7 @@ class Comm(Protocol):
         """Start one collective for all values of a bucket."""
 
     def rotate(self, rows: Rows, axes: PartNames, by: int = 1) -> Callable[[], Rows]:
-        """Start to send each rank's tensors to the index ``by`` further in its group, for those that arrive."""
+        """Start to send each rank's tensors ``by`` indices further in its group; the result has those that arrive."""
 
 
 @dataclass(slots=True)

@@ -83,7 +83,7 @@ class TorchComm(LocalCollectives):
         return lambda: [finish()]
 
     def rotate(self, rows: Rows, axes: PartNames, by: int = 1) -> Callable[[], Rows]:
-        """Start to send this rank's tensors to the index ``by`` further in its group, for those that arrive."""
+        """Start to send this rank's tensors ``by`` indices further in its group; the result has those that arrive."""
         group, (xs,) = self._group_along(axes), rows
         assert group is not None, axes
         self.traffic[0].count("collective_permute", sum(x.nbytes for x in xs))

@@ -22,12 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardc.ops.reduction import NARROW
+
 from .comm import REDUCE
 from .process_group import REDUCE_STACKED, Group, in_range, join, split
 
 SMALL = 2**17  # bytes; packing so many costs as much as a message, by measurement on 2 and 4 ranks
 TAG = 1 << 20  # distinguishes these messages from a user's own
-NARROW = (torch.float16, torch.bfloat16)  # dtypes whose sums are rounded once, not after each addition
 
 Gather = tuple[Tensor, int, Tensor | None]  # this rank's piece, the dim to join along, and where to put the result
 Reduction = tuple[Tensor, int]  # the operand, and the dim along which this rank keeps its piece

@@ -29,9 +29,9 @@ from shardc.language.mesh import MICROBATCH
 from shardc.language.partition import parse_parts
 from shardc.language.sharding import ceil_div, chunk_of, num_shards
 from shardc.language.words import PARTS, Part
-from shardc.ops.attention import RINGS, Ring, ring_workspace
+from shardc.ops.attention import ring_workspace
 from shardc.program.collective import mask_padding
-from shardc.program.communication import goes_round, is_collective, is_early
+from shardc.program.communication import goes_round, is_collective, is_early, ring_of
 from shardc.program.lifetime import Parts, owners_of, split
 from shardc.program.node import ancestors, is_getitem, operand
 from shardc.program.program import Program, Value, parameters_of
@@ -136,11 +136,11 @@ class _Replay:
 
     def _workspace(self, node: fx.Node) -> Blocks:
         """What a call holds besides operands and results while it runs: the keys and values that come round."""
-        if node.target not in RINGS or not is_collective(node):
+        ring = ring_of(node)
+        if ring is None or not is_collective(node):
             return ()
         keys, values = (self.program.value_type(self.program.value(each)) for each in goes_round(node)[:2])
-        nbytes = ring_workspace(node.target, Ring(*node.args[3]), keys, values)  # type: ignore[misc]
-        return (Block((node, -1), nbytes, "working"),)
+        return (Block((node, -1), ring_workspace(node.target, ring, keys, values), "working"),)
 
     def new(self, value: Value, of: Value | None = None) -> Block:
         """A block for a value, of its class or of that ``of`` another value."""

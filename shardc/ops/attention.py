@@ -25,6 +25,7 @@ from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 from shardc.language.rule import OpCall, Rule, make_rule, rule
 from shardc.language.sharding import TensorType, ceil_div
 from shardc.ops.mask import Mask, mask_of
+from shardc.ops.reduction import wide_dtype
 
 aten = torch.ops.aten
 
@@ -84,7 +85,7 @@ MOST_COUNTED = 64  # chunks of which it is found out how far their keys travel
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """How attention goes round: ``queries`` and ``keys`` positions, each in ``count`` chunks, as torch.chunk cuts.
+    """One attention over cut positions: ``queries`` and ``keys``, each cut in ``count`` chunks as torch.chunk does.
 
     ``family``: whose kernels run. ``is_causal``: query i sees keys up to i. ``scale``: of the scores, by default
     1 / sqrt(head size). ``travels``: chunks of keys and values go round; else they are whole on every rank.
@@ -162,9 +163,10 @@ def _pieces(positions: range, size: int) -> list[range]:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Rows of a chunk of queries, and columns of a chunk of keys of which each row sees each or, the n-th, the first n.
+    """A block of attention: some rows of a chunk of queries, and some columns of a chunk of keys.
 
-    ``start``: the position of the first column. ``is_masked``: what rows see is up to the mask.
+    Each row sees all columns; row i sees columns 0 to i if ``is_causal``, and those that the mask shows if
+    ``is_masked``. ``start``: the position of the first column.
     """
 
     rows: slice
@@ -250,7 +252,7 @@ def ring_workspace(target: Any, ring: Ring, keys: TensorType, values: TensorType
     chunk, foreign = keys.nbytes + values.nbytes, min(2, ring.steps)
     if target is ring_attention:
         return foreign * chunk
-    sums = 2 * chunk * sum_dtype(keys.dtype).itemsize // keys.dtype.itemsize
+    sums = 2 * chunk * wide_dtype(keys.dtype).itemsize // keys.dtype.itemsize
     return 2 * foreign * chunk + sums
 
 
@@ -265,11 +267,11 @@ class Joined:
 
     def __init__(self, ring: Ring, index: int, q: Tensor, v: Tensor, *leaves: Tensor) -> None:
         self.ring, self.index, self.q, self.leaves = ring, index, q, leaves
-        self.out = v.new_zeros([*q.shape[:3], v.shape[3]], dtype=sum_dtype(v.dtype))
+        self.out = v.new_zeros([*q.shape[:3], v.shape[3]], dtype=wide_dtype(v.dtype))
         self.lse = v.new_full(q.shape[:3], -torch.inf, dtype=self.out.dtype)
 
     def meet(self, source: int | None, k: Tensor, v: Tensor) -> None:
-        """Join what the queries see of another chunk of keys and values, or of all."""
+        """Let the queries attend to a chunk of keys and values, or to all of them if ``source`` is None."""
         for tile in self.ring.tiles(self.index, source):
             q, out, lse = (x[:, :, tile.rows] for x in (self.q, self.out, self.lse))
             scores = tile.scores(self.ring, self.leaves)
@@ -295,11 +297,11 @@ class Gradients:
         self, ring: Ring, index: int, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, *leaves: Tensor
     ) -> None:
         self.ring, self.index, self.rows, self.leaves = ring, index, (grad, q, out, lse), leaves
-        self.of_queries = torch.zeros_like(q, dtype=sum_dtype(q.dtype))
+        self.of_queries = torch.zeros_like(q, dtype=wide_dtype(q.dtype))
 
     def meet(self, source: int | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """What the queries add to the gradients of a chunk of keys and values, or of all, in the dtype of sums."""
-        dk, dv = (torch.zeros_like(x, dtype=sum_dtype(x.dtype)) for x in (k, v))
+        """What the queries add to the gradients of a chunk of keys and values, or of all if ``source`` is None."""
+        dk, dv = (torch.zeros_like(x, dtype=wide_dtype(x.dtype)) for x in (k, v))
         for tile in self.ring.tiles(self.index, source):
             grad, q, out, lse = (x[:, :, tile.rows] for x in self.rows)
             scores = tile.scores(self.ring, self.leaves)
@@ -310,11 +312,6 @@ class Gradients:
             ):
                 total += part
         return dk, dv
-
-
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that numbers of a dtype are summed in."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 # Torch's kernels, of all families with the same arguments and without dropout.

@@ -84,9 +84,10 @@ class Mask:
 
     @property
     def may_lower(self) -> bool:
-        """Whether it may lower all scores of a query by so much that their logsumexp has no digits for their number.
+        """Whether a finite number, such as ``finfo.min``, may hide all keys of a query.
 
-        A row that ``finfo.min`` hides is the mean of all values: of several tiles it cannot be joined.
+        Attention is then the mean of all values. The logsumexp of a tile is that number, however many keys it has, so
+        that tiles cannot be joined in proportion to their keys.
         """
         numbers = (abs(arg) for step in self.steps for arg in step.args if isinstance(arg, (int, float)))
         return any(leaf.is_float for leaf in self.leaves) or any(LARGEST < number < inf for number in numbers)
@@ -104,12 +105,9 @@ class Mask:
         values = [leaf.interval(rows, columns) for leaf in self.leaves]
         for step in self.steps:
             name, kwargs = step.op.partition(".")[0], dict(step.kwargs)
-            if name in CASTS:
-                values.append(_cast(step.filled(values)[0], kwargs.get("dtype")) if len(kwargs) < 2 else UNKNOWN)
-                continue
-            is_plain = not kwargs or step.op in CONSTANTS
+            is_plain = not kwargs or (name in OF_DTYPE and kwargs.keys() == {"dtype"})
             infer = INTERVALS.get(name) if is_plain else None
-            values.append(UNKNOWN if infer is None else infer(*step.filled(values, _interval)))
+            values.append(UNKNOWN if infer is None else infer(*step.filled(values, _interval), **kwargs))
         return True if values[-1] == (0, 0) else False if values[-1][1] == -inf else None
 
 
@@ -178,7 +176,7 @@ def _distance(a: Interval) -> Interval:
     return (0 if a[0] <= 0 <= a[1] else ends[0]), ends[1]
 
 
-def _cast(a: Interval, dtype: Any) -> Interval:
+def _cast(a: Interval, dtype: Any = None) -> Interval:
     """Of values that every dtype has."""
     if dtype == torch.bool:
         return _truth(a)
@@ -195,11 +193,12 @@ INTERVALS: Mapping[str, Callable[..., Interval]] = {
     "le": _swapped(_compared(operator.ge)), "lt": _swapped(_compared(operator.gt)),
     "eq": _equal, "ne": lambda a, b: _negated(_equal(a, b)),
     "logical_and": _both, "logical_or": _either, "logical_not": _negated,
-    "bitwise_and": _both, "bitwise_or": _either, "bitwise_not": _negated,  # of bools: see is_step
+    "bitwise_and": _both, "bitwise_or": _either, "bitwise_not": _negated,  # of bools alone
     "where": _chosen, "masked_fill": lambda x, condition, value: _chosen(condition, value, x),
-    "full": lambda shape, value: value, "scalar_tensor": lambda value: value,
+    "full": lambda shape, value, dtype=None: value, "scalar_tensor": lambda value, dtype=None: value,
+    "_to_copy": _cast,
 }  # fmt: skip
-CASTS = ("_to_copy", "convert_element_type")
+OF_DTYPE = ("_to_copy", "full", "scalar_tensor")  # ops that may be given a dtype
 CONSTANTS = ("full.default", "scalar_tensor.default")  # ops that make a number
 
 

@@ -12,6 +12,12 @@ from shardc.language.sharding import ReduceOp, TensorType
 from shardc.ops.view import dim_names
 
 aten = torch.ops.aten
+NARROW = (torch.bfloat16, torch.float16)  # dtypes whose sums are made in float32, and rounded once
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that numbers of a dtype are summed in."""
+    return torch.float32 if dtype in NARROW else dtype
 
 
 def argument(call: OpCall, at: int, default: Any) -> Any:

@@ -103,9 +103,8 @@ def is_collective(node: fx.Node, count_rows: RowCount = most_rows_sent) -> bool:
         return parts[0].kind not in LOCAL_KINDS and not adds_microbatches(node)
     if node.target not in EXCHANGES or not node.args[1]:
         return False
-    if node.target in RINGS:
-        return Ring(*node.args[3]).steps != 0  # type: ignore[misc]
-    return count_rows(node.args[3])[0] != 0  # type: ignore[arg-type]
+    ring = ring_of(node)
+    return ring.steps != 0 if ring else count_rows(node.args[3])[0] != 0  # type: ignore[arg-type]
 
 
 def collective_at(program: Program, node: fx.Node, count_rows: RowCount = most_rows_sent) -> Collective:
@@ -118,10 +117,9 @@ def collective_at(program: Program, node: fx.Node, count_rows: RowCount = most_r
     kind: CollectiveKind = "collective_permute"
     args: tuple[Any, ...] = parts[0].args if parts else node.args[1:]
     ranks, steps = 0, 1
-    if node.target in RINGS:
-        travelling = [program.local_type(each) for each in goes_round(node)]
-        before = after = joined_type(travelling)
-        steps = Ring(*node.args[3]).steps  # type: ignore[misc]
+    if ring := ring_of(node):
+        before = after = joined_type([program.local_type(each) for each in goes_round(node)])
+        steps = ring.steps
         payload = wire = steps * before.nbytes
     elif not parts:  # of an exchange with neighbours
         dim, values = node.args[2:4]
@@ -144,6 +142,12 @@ def collective_at(program: Program, node: fx.Node, count_rows: RowCount = most_r
         phase=program.source(node).phase, node=", ".join(each.name for each in operands),
         source=", ".join(dict.fromkeys(filter(None, sources))), causes=program.causes(node), ranks=ranks, steps=steps,
     )  # fmt: skip
+
+
+def ring_of(node: fx.Node) -> Ring | None:
+    """How attention goes round in a node; None for a node that is no ring."""
+    values: Any = node.args[3] if node.target in RINGS else None
+    return None if values is None else Ring(*values)
 
 
 def goes_round(node: fx.Node) -> tuple[fx.Node, ...]:

@@ -9,7 +9,7 @@ from torch import fx
 
 from shardc.language.mesh import MICROBATCH
 from shardc.language.text import bytes_text, folded, operations_text, over_calls, printable, table
-from shardc.ops.attention import RINGS, Ring
+from shardc.program.communication import ring_of
 from shardc.program.program import Input, Output, Program
 from shardc.program.provenance import cause_text
 from shardc.program.traffic import collectives_of
@@ -147,12 +147,10 @@ def call_text(node: fx.Node, names: dict[fx.Node, str], called: dict[Any, str]) 
     if node.target not in called:
         return f"{_argument(node.args[0], names)}[{node.args[1]}]"
     kwargs = {key: value for key, value in node.kwargs.items() if value is not None and key not in SILENT_ARGUMENTS}
-    given: Any = node.args
-    if node.target in RINGS:  # in words, for its tuple of values is long
-        first, axes, dim, values, *others = given
-        arguments = [*(_argument(each, names) for each in (first, *others, axes, dim)), str(Ring(*values))]
-    else:
-        arguments = [_argument(value, names) for value in given]
+    arguments = [_argument(value, names) for value in node.args]
+    if ring := ring_of(node):  # in words after the tensors, for its tuple of values is long
+        first, axes, dim, _, *others = arguments
+        arguments = [first, *others, axes, dim, str(ring)]
     arguments += [f"{key}={_argument(value, names)}" for key, value in kwargs.items()]
     return f"{called[node.target]}({', '.join(arguments)})"
 

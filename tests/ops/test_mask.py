@@ -23,9 +23,14 @@ def refer(index: int) -> tuple[str, int]:
 
 
 def made(*calls: tuple[Any, ...], leaves: tuple[Leaf, ...] = LEAVES) -> Mask:
-    """A mask of calls, whose arguments are indices of values before, of numbers if they are floats."""
-    steps = (Step(op, tuple(refer(arg) if isinstance(arg, int) else arg for arg in args)) for op, *args in calls)
-    return Mask(leaves, tuple(steps))
+    """A mask of calls, whose arguments are indices of values before, numbers if they are floats, or a dtype."""
+
+    def step(op: str, *args: Any) -> Step:
+        kwargs = tuple(("dtype", arg) for arg in args if isinstance(arg, torch.dtype))
+        given = (arg for arg in args if not isinstance(arg, torch.dtype))
+        return Step(op, tuple(refer(arg) if isinstance(arg, int) else arg for arg in given), kwargs)
+
+    return Mask(leaves, tuple(step(*call) for call in calls))
 
 
 def scores(seen: int) -> tuple[Any, ...]:
@@ -44,6 +49,7 @@ MASKS = {
     "other": made(CAUSAL, ("ne.Tensor", 0, 1), ("bitwise_or.Tensor", 4, 5), ("logical_not.default", 6), *scores(7)),
     "documents": made(CAUSAL, ("eq.Tensor", 1, KEPT), ("bitwise_and.Tensor", 4, 5), *scores(6)),
     "near": made(("sub.Tensor", 0, 1), ("abs.default", 4), ("lt.Scalar", 5, 3.0), *scores(6)),
+    "cast": made(CAUSAL, ("_to_copy.default", 4, torch.float32), ("_to_copy.default", 5, torch.bool), *scores(6)),
     "distance": made(("sub.Tensor", 0, 1), ("lt.Scalar", 4, 3.0), ("ge.Scalar", 4, 0.0), ("bitwise_and.Tensor", 5, 6),
                      *scores(7)),
     "filled": made(("lt.Tensor", 0, 1), ("scalar_tensor.default", 0.0), ("masked_fill.Scalar", 5, 4, -INF)),
