@@ -106,7 +106,8 @@ def slice_of_padded(program: Program, node: fx.Node) -> Results:
     if min(new) < -length or length + sum(new) < 0:
         return None
     pads[at : at + 2] = new
-    return program.emit(aten.constant_pad_nd.default, given["self"], pads, given["value"], like=node)
+    args = (given["self"], pads, given["value"])
+    return program.insert(aten.constant_pad_nd.default, args, program.type(node), like=node)
 
 
 def _all_of(program: Program, tensors: Sequence[fx.Node]) -> _Piece | None:
