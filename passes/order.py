@@ -40,6 +40,7 @@ from .lower.mask_padding import mask_padding
 from .lower.overlap_collectives import overlap_collectives
 from .lower.rematerialize import rematerialize
 from .propagate.cut_blocks import cut_blocks
+from .propagate.order_positions import order_positions
 from .propagate.propagate import propagate
 from .reshard.accumulate import accumulate
 from .reshard.insert_reshards import insert_reshards
@@ -55,6 +56,7 @@ PASSES: tuple[Pass, ...] = (
     canonicalize,  # losses, means, dropout and views in few ops that have rules
     # Canonical: from here on a cut can pass wherever dims correspond.
     keep_dims,  # contractions keep the model's dims
+    order_positions,  # positions in zigzag, where the user wants that
     cut_blocks,  # a cut of a fused q, k, v weight becomes one of each block
     propagate,  # a sharding on every value, from the few that the user annotated
     # Annotated: shardings are a wish, and ops are as they were.

@@ -10,14 +10,15 @@ from torch import fx
 
 from shardc.language.errors import ShardingError
 from shardc.language.sharding import num_shards
-from shardc.ops.attention import BACKWARD, FORWARD, Ring, ring_attention, ring_attention_backward
+from shardc.ops.attention import BACKWARD, FORWARD, POSITIONS, Ring, ring_attention, ring_attention_backward
+from shardc.ops.zigzag import zigzag
 from shardc.options import AUTO, GATHER, ULYSSES
 from shardc.program.program import Program
 
 from .along import Along, Results, Windowed
-from .mask import Placed, as_wide, mask_program
+from .mask import ROWS, Placed, as_wide, has_rows, mask_program
 
-HEADS, POSITIONS = 1, 2  # dims of queries and keys
+HEADS = 1  # the dim of queries and keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +87,15 @@ def _ring(along: Along) -> tuple[Ring, list[Placed]]:
     return replace(ring, travels=travels and not made.may_lower, made_by=astuple(made)), leaves
 
 
-def _expand(along: Along) -> Results:
+def as_ring(along: Along, in_zigzag: tuple[bool, bool] = (False, False)) -> Results:
+    """The op as a ring. ``in_zigzag``: whether queries, and keys, are in zigzag; the mask is in order."""
     emit, given, (ring, made_of) = along.emit, along.given, _ring(along)
+    ring = replace(ring, in_zigzag=in_zigzag)
     leaves = [
         as_wide(emit, leaf, *each) for leaf, each in zip(ring.mask.leaves if ring.mask else (), made_of, strict=True)
     ]
+    if in_zigzag[0]:
+        leaves = [emit(zigzag, x, ROWS, 1, 1, ring.count, True) if has_rows(emit.shape(x)) else x for x in leaves]
     q, k, v = (given[name] for name in ("query", "key", "value"))
     fixed, more = ((), POSITIONS, ring.values), emit.program.types(along.node)
     if along.node.target in FORWARD:
@@ -103,4 +108,4 @@ def _expand(along: Along) -> Results:
     return [*results, *[None] * len(more[len(results) :])]
 
 
-ATTENTION: dict[Any, Windowed] = {op: Rings(lambda along: [], _expand) for op in (*FORWARD, *BACKWARD)}
+ATTENTION: dict[Any, Windowed] = {op: Rings(lambda along: [], as_ring) for op in (*FORWARD, *BACKWARD)}

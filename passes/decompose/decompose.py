@@ -45,6 +45,7 @@ from .index import INDEXING, lookup_moves
 from .pool import POOLS, RESAMPLINGS
 from .reductions import NORMALIZATIONS, REDUCTIONS, SOFTMAXES
 from .shift import SCANS, SHIFTS
+from .zigzag import ZIGZAGS
 
 aten = torch.ops.aten
 
@@ -297,7 +298,7 @@ DECOMPOSITIONS: dict[Any, Decomposition] = {
 TABLES = (aten.embedding.default, aten.embedding_dense_backward.default)
 
 
-WINDOWED: dict[Any, Windowed] = ATTENTION | CONVOLUTIONS | POOLS | RESAMPLINGS | SCANS | SHIFTS
+WINDOWED: dict[Any, Windowed] = ATTENTION | CONVOLUTIONS | POOLS | RESAMPLINGS | SCANS | SHIFTS | ZIGZAGS
 
 
 def cheapest_ends(program: Program, decomposed: Callable[[Program], Program]) -> Program:

@@ -88,8 +88,8 @@ def _kind(plan: CutPlan, node: fx.Node) -> Hashable:
         return tuple((program.value_type(value), plan.arrivals.shardings[value]) for value in read)
     values = [value and (program.value_type(value), plan.arrivals.shardings[value])
               for value in program.operand_values(node)]  # fmt: skip
-    fixed = {name: str(value) for name, value in arguments(node).items() if not isinstance(value, (fx.Node, list))}
-    return node.target, tuple(values), tuple(fixed.items())
+    fixed = [str(value) for value in (*node.args, *node.kwargs.values()) if not isinstance(value, (fx.Node, list))]
+    return node.target, tuple(values), tuple(fixed), tuple(node.kwargs)
 
 
 def _ways(plan: CutPlan, node: fx.Node) -> Iterator[Way]:

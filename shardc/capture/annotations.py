@@ -157,7 +157,12 @@ def resolve(program: Program, matched: Matched, mesh: Mesh) -> tuple[Pin, ...]:
         if kind in ("parameter", "buffer"):
             sharding = sharding.storable(type_.shape)
         open_ = frozenset(dim for dim in range(len(type_.shape)) if entry.spec.is_open(dim))
-        pins.append(Pin(entry.name, kind, sharding, open_, entry.text, entry.spec.priorities(len(type_.shape))))
+        priorities, zigzags = entry.spec.priorities(len(type_.shape)), tuple(entry.spec.zigzags.items())
+        if zigzags and kind != "input":
+            what, problem = entry.text, "only positions of inputs, and of values in the model, are put in zigzag"
+            errors.append(ShardingError(entry.who(kind), what, problem, f"write {entry.spec.in_order()!r}"))
+            continue
+        pins.append(Pin(entry.name, kind, sharding, open_, entry.text, priorities, zigzags=zigzags))
     raise_all(errors)
     return tuple(pins)
 

@@ -11,6 +11,7 @@ from typing import cast
 from shardc.language.errors import ShardingError
 from shardc.language.mesh import MICROBATCH, Axes, AxisPart, Mesh, axis_of
 from shardc.language.sharding import WHOLE, DimSharding, Sharding
+from shardc.language.zigzag import ZIGZAG
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -54,6 +55,8 @@ class _Open:
         return "P.OPEN"
 
 
+_ZIGZAG = f":{ZIGZAG}"
+
 Entry = str | tuple[str | _Open, ...] | Blocks | _Open | None
 Priority = int | tuple[int, ...]
 
@@ -65,7 +68,8 @@ class P:
     to propagation; ``("dp", P.OPEN)`` is cut by ``dp``, and propagation may cut it further; a trailing ``...`` leaves
     all further dims open; missing trailing dims are whole. ``P()`` is replicated. An axis may be a part, ``"tp:(2)2"``.
     Lower ``priority`` propagates first: one number for all cuts, or a tuple with one for each dim; an open dim stays as
-    it is until its turn.
+    it is until its turn. ``"cp:zigzag"`` cuts the positions of an input or of an annotated value so that each rank has
+    an early and a late stretch of them, which balances causal attention.
 
     Examples:
         >>> from shardc import Mesh, P
@@ -134,6 +138,20 @@ class P:
     def axes(self) -> tuple[str, ...]:
         """The axes that cut the value, each once."""
         return tuple(dict.fromkeys(axis_of(part) for entry in self.entries for part in _axes_of(entry)))
+
+    @property
+    def zigzags(self) -> dict[int, str]:
+        """The axes that cut dims in zigzag, by dim."""
+        return {
+            dim: axis_of(name)
+            for dim, entry in enumerate(self.entries)
+            for name in _axes_of(entry)
+            if name.endswith(_ZIGZAG)
+        }
+
+    def in_order(self) -> P:
+        """The same cuts with all positions in order."""
+        return P.parse(str(self).replace(_ZIGZAG, ""), self.priority)
 
     def is_open(self, dim: int) -> bool:
         """Whether propagation may choose this dim, or cut it further."""
@@ -223,7 +241,12 @@ def _dim_sharding(entry: Entry, mesh: Mesh, size: int) -> DimSharding:
             problem = f"{size} does not split in {entry.count} equal blocks"
             raise ShardingError("", f"size {size}", problem, f"use a block count that divides {size}")
         return DimSharding((), ((size // entry.count, tuple(_users_part(axis, mesh) for axis in entry.axes)),))
-    return DimSharding(tuple(_users_part(name, mesh) for name in _axes_of(entry)))
+    names = _axes_of(entry)
+    zigzag = next((name for name in names if name.endswith(_ZIGZAG)), None)
+    if zigzag and len(names) > 1:
+        problem, remedy = "positions are in zigzag over one axis", f"write {zigzag!r} alone"
+        raise ShardingError("", f"{zigzag!r} beside other axes", problem, remedy)
+    return DimSharding(tuple(_users_part(name.removesuffix(_ZIGZAG), mesh) for name in names))
 
 
 def _users_part(text: str, mesh: Mesh) -> AxisPart:
@@ -255,7 +278,7 @@ def parse_parts(axes: tuple[str, ...], mesh: Mesh) -> Axes:
     return tuple(parse_part(axis, mesh) for axis in axes)
 
 
-_AXIS = re.compile(r"\w+(:\(\d+\)\d+)?")
+_AXIS = re.compile(r"\w+(:\(\d+\)\d+|:zigzag)?")
 
 
 def _parse_entries(text: str) -> Iterator[Entry]:

@@ -13,6 +13,7 @@
 | ``reduction`` | ``sum``, ``amax``, ``mean``, ``cumsum``, ``sort``, ``topk``, ``softmax`` |
 | ``view`` | ``view``, ``permute``, ``expand``, ``squeeze``, ``repeat``, ``diagonal`` |
 | ``windowed`` | convolution, pooling, padding by values, resampling |
+| ``zigzag`` | positions into zigzag and back in order |
 """
 
 from typing import Any

@@ -11,8 +11,8 @@ but what that kernel does (Ring Attention, Liu et al. 2023). On whole values bot
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache, partial
 from itertools import product
 from typing import Any, Literal, Protocol
@@ -24,8 +24,10 @@ from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from shardc.language.rule import OpCall, Rule, make_rule, rule
 from shardc.language.sharding import TensorType, ceil_div
+from shardc.language.zigzag import ZIGZAG, stretches
 from shardc.ops.mask import Mask, mask_of
 from shardc.ops.reduction import wide_dtype
+from shardc.ops.zigzag import in_order, zigzag
 
 aten = torch.ops.aten
 
@@ -79,6 +81,7 @@ def is_attention(target: Any) -> bool:
 # Attention in chunks.
 
 
+POSITIONS = 2  # the dim of queries, keys and values, of results and of the logsumexp
 TILE = 1024  # queries, and keys, for which a part of a mask is made at a time
 MOST_COUNTED = 64  # chunks of which it is found out how far their keys travel
 
@@ -90,7 +93,7 @@ class Ring:
     ``family``: whose kernels run. ``is_causal``: query i sees keys up to i. ``scale``: of the scores, by default
     1 / sqrt(head size). ``travels``: chunks of keys and values go round; else they are whole on every rank.
     ``made_by``: the fields of a ``Mask``, where there is one; its leaves have rows for the queries of a chunk and
-    columns for all keys.
+    columns for all keys in order. ``in_zigzag``: whether queries, and keys, are in zigzag and not in order.
     """
 
     family: Family
@@ -101,10 +104,12 @@ class Ring:
     scale: float | None
     travels: bool = True
     made_by: tuple[Any, ...] | None = None
+    in_zigzag: tuple[bool, bool] = (False, False)
 
     def __str__(self) -> str:
         chunks = f"{self.count} chunks of {self.queries} queries and {self.keys} keys"
-        words = [chunks, "causal" if self.is_causal else "", "" if self.travels else "all keys on each rank"]
+        words = [chunks, "causal" if self.is_causal else "", ZIGZAG if any(self.in_zigzag) else ""]
+        words.append("" if self.travels else "all keys on each rank")
         return ", ".join([*filter(None, words), *([f"mask {self.mask}"] if self.mask else [])])
 
     @property
@@ -124,21 +129,47 @@ class Ring:
 
     def tiles(self, index: int, source: int | None) -> Iterator[Tile]:
         """What the queries of a chunk see of the keys of another chunk, or of all, in tiles; causal ones are square."""
-        queries = _chunk(self.queries, self.count, index)
-        keys = range(self.keys) if source is None else _chunk(self.keys, self.count, source)
+        runs, others = self._queries(index), self._keys(source)
+        if self.is_causal and self.mask is None and len(runs) > 1 and runs == others:
+            whole = slice(0, sum(len(each.positions) for each in runs))  # in a rank too, later ones see all before them
+            yield Tile(whole, whole, runs[0].positions.start, is_causal=True, is_masked=False)
+        else:
+            yield from _joined(tile for run, other in product(runs, others) for tile in self._tiles_of(run, other))
+
+    def reorder(
+        self, op: Callable[..., Tensor], of_queries: Sequence[Tensor], of_keys: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Whole tensors of queries, then those of keys, brought into zigzag, or back in order, where they are."""
+        pairs = [(x, own) for own, xs in zip(self.in_zigzag, (of_queries, of_keys), strict=True) for x in xs]
+        return [op(x, POSITIONS, 1, 1, self.count) if own else x for x, own in pairs]
+
+    def _queries(self, index: int) -> list[_Run]:
+        return _runs(self.queries, self.count, index, self.in_zigzag[0])
+
+    def _keys(self, source: int | None) -> list[_Run]:
+        if source is not None:
+            return _runs(self.keys, self.count, source, self.in_zigzag[1])
+        sources = range(self.count) if self.in_zigzag[1] else ()
+        return _side_by_side(run for i in sources for run in stretches(self.keys, self.count, i)) or [
+            _Run(range(self.keys))
+        ]
+
+    def _tiles_of(self, run: _Run, other: _Run) -> Iterator[Tile]:
+        """The tiles of a run of queries and a run of keys."""
+        queries, keys = run.positions, other.positions
         if self.mask is not None:
             length = len(keys) if self.mask.may_lower else TILE
             for rows, columns in product(_pieces(queries, TILE), _pieces(keys, max(1, length))):
                 if (shows := self.mask.shows(rows, columns)) is not False:
-                    yield from _tiles(queries, keys, rows, columns, is_masked=not shows)
+                    yield from _tiles(run, other, rows, columns, is_masked=not shows)
         elif not self.is_causal:
-            yield from _tiles(queries, keys, queries, keys)
+            yield from _tiles(run, other, queries, keys)
         else:
             first = max(queries.start, keys.start)  # the first query that sees any of them
             last = min(queries.stop, keys.stop)
-            yield from _tiles(queries, keys, range(first, queries.stop), range(keys.start, min(first, keys.stop)))
-            yield from _tiles(queries, keys, range(first, last), range(first, last), is_causal=True)
-            yield from _tiles(queries, keys, range(last, queries.stop), range(first, last))
+            yield from _tiles(run, other, range(first, queries.stop), range(keys.start, min(first, keys.stop)))
+            yield from _tiles(run, other, range(first, last), range(first, last), is_causal=True)
+            yield from _tiles(run, other, range(last, queries.stop), range(first, last))
 
 
 @lru_cache(maxsize=256)
@@ -152,9 +183,32 @@ def _steps(ring: Ring) -> int:
     return 0
 
 
-def _chunk(length: int, count: int, index: int) -> range:
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Positions that follow one another, of which a rank's first stands at ``at``."""
+
+    positions: range
+    at: int = 0
+
+
+def _runs(length: int, count: int, index: int, is_zigzag: bool) -> list[_Run]:
+    """The positions of a chunk."""
+    if is_zigzag:
+        return _side_by_side(stretches(length, count, index))
     size = ceil_div(length, count)
-    return range(min(index * size, length), min((index + 1) * size, length))
+    return [_Run(range(min(index * size, length), min((index + 1) * size, length)))]
+
+
+def _side_by_side(runs: Iterable[range]) -> list[_Run]:
+    """Runs that stand one after the other; those that follow one another are one."""
+    found, at = list[_Run](), 0
+    for run in filter(None, runs):
+        if found and found[-1].positions.stop == run.start:
+            found[-1] = _Run(range(found[-1].positions.start, run.stop), found[-1].at)
+        else:
+            found.append(_Run(run, at))
+        at += len(run)
+    return found
 
 
 def _pieces(positions: range, size: int) -> list[range]:
@@ -187,13 +241,39 @@ class Tile:
 
 
 def _tiles(
-    queries: range, keys: range, rows: range, columns: range, is_causal: bool = False, is_masked: bool = False
+    run: _Run, other: _Run, rows: range, columns: range, is_causal: bool = False, is_masked: bool = False
 ) -> Iterator[Tile]:
-    """The tile of these positions of two chunks, if there is any."""
+    """The tile of these positions of two runs, if there is any."""
     if rows and columns:
-        own = slice(rows.start - queries.start, rows.stop - queries.start)
-        other = slice(columns.start - keys.start, columns.stop - keys.start)
-        yield Tile(own, other, columns.start, is_causal, is_masked)
+        own, seen = _place(run, rows), _place(other, columns)
+        yield Tile(own, seen, columns.start, is_causal, is_masked)
+
+
+def _place(run: _Run, positions: range) -> slice:
+    start = run.at + positions.start - run.positions.start
+    return slice(start, start + len(positions))
+
+
+def _joined(tiles: Iterable[Tile]) -> Iterator[Tile]:
+    """The tiles; those beside one another of which rows see all columns are one."""
+    last: Tile | None = None
+    for tile in tiles:
+        joined = last and _join(last, tile)
+        if last and not joined:
+            yield last
+        last = joined or tile
+    if last:
+        yield last
+
+
+def _join(one: Tile, other: Tile) -> Tile | None:
+    if one.is_causal or one.is_masked or other.is_causal or other.is_masked:
+        return None
+    if one.columns == other.columns and one.rows.stop == other.rows.start:
+        return replace(one, rows=slice(one.rows.start, other.rows.stop))
+    if one.rows == other.rows and one.columns.stop == other.columns.start:
+        return replace(one, columns=slice(one.columns.start, other.columns.stop))
+    return None
 
 
 def ring_attention(
@@ -204,8 +284,10 @@ def ring_attention(
     ``leaves``: those of its mask.
     """
     ring = Ring(*values)
+    q, k, v = ring.reorder(in_order, [q], [k, v])
     scores = _whole_scores(ring, leaves)
-    return kernels(ring.family, scores.mask).forward(q, k, v, scores)
+    results = kernels(ring.family, scores.mask).forward(q, k, v, scores)
+    return tuple(ring.reorder(zigzag, results, []))
 
 
 def ring_attention_backward(
@@ -214,11 +296,18 @@ def ring_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of queries, keys and values, from that of the result ``out`` with logsumexp ``lse``."""
     ring = Ring(*values)
+    grad, q, out, lse, k, v = ring.reorder(in_order, [grad, q, out, lse], [k, v])
     scores = _whole_scores(ring, leaves)
-    return kernels(ring.family, scores.mask).backward(grad, q, k, v, out, lse, scores)
+    dq, dk, dv = kernels(ring.family, scores.mask).backward(grad, q, k, v, out, lse, scores)
+    return tuple(ring.reorder(zigzag, [dq], [dk, dv]))
 
 
 def _whole_scores(ring: Ring, leaves: Sequence[Tensor]) -> Scores:
+    if ring.in_zigzag[0]:
+        has_rows = (leaf.ndim > 1 and leaf.shape[-2] == ring.queries for leaf in leaves)
+        leaves = [
+            in_order(x, x.ndim - 2, 1, 1, ring.count) if has else x for x, has in zip(leaves, has_rows, strict=True)
+        ]
     return Scores(None if ring.mask is None else ring.mask.make(leaves), ring.is_causal, ring.scale)
 
 

@@ -64,7 +64,8 @@ class Pin:
     ``name``: of an input, or of a node if ``kind`` is ``value``. ``open``: dims left to propagation, or cut further by
     it. ``text``: the annotation as the user wrote it. ``priorities``: of each dim. On conflict inputs and values come
     before parameters, by ``kind``. ``is_returned_whole``: an output that is gathered when it is returned, and computed
-    in any sharding. ``stages``: the pipeline stages that hold a parameter already.
+    in any sharding. ``stages``: the pipeline stages that hold a parameter already. ``zigzags``: dims of positions that
+    are to be in zigzag, each with its axis.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Pin:
     priorities: tuple[int, ...] = ()
     is_returned_whole: bool = False
     stages: frozenset[int] = frozenset()
+    zigzags: tuple[tuple[int, str], ...] = ()
 
     def priority(self, dim: int) -> int:
         """The round in which the cut of a dim propagates, and from which an open dim may be cut."""
@@ -406,10 +408,15 @@ class Program:
         self.set_source(node, self.source(like))
         return node
 
-    def repeat(self, node: fx.Node, given: Mapping[fx.Node, fx.Node]) -> fx.Node:
-        """Insert a copy of a forward call into backward, with other operands for those in ``given``."""
+    def copy_of(self, node: fx.Node, given: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        """Insert a copy of a call, with other operands for those in ``given``."""
         again = self.graph.node_copy(node, lambda operand: given.get(operand, operand))
         again.meta = dict(node.meta)
+        return again
+
+    def repeat(self, node: fx.Node, given: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        """Insert a copy of a forward call into backward, with other operands for those in ``given``."""
+        again = self.copy_of(node, given)
         self.set_source(again, replace(self.source(node), phase="backward"))
         return again
 

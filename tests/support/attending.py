@@ -52,10 +52,12 @@ def draw(queries: int, keys: int | None = None, dtype: torch.dtype = torch.float
     return {name: torch.randn(BATCH, length, WIDTH, generator=generator).to(dtype) for name, length in lengths.items()}
 
 
-def check_step(model: nn.Module, mesh: Mesh, inputs: dict[str, Tensor], tolerance: float, **options: Any) -> Compiled:
-    """The compiled step with positions cut over ``cp``; its loss and gradients must be those of one device."""
+def check_step(
+    model: nn.Module, mesh: Mesh, inputs: dict[str, Tensor], tolerance: float, axis: str = "cp", **options: Any
+) -> Compiled:
+    """The compiled step with positions cut by an axis; its loss and gradients must be those of one device."""
     batch = "dp" if "dp" in mesh.axis_names else None
-    cut = {name: P(batch, "cp") for name in inputs if name != "mask"}
+    cut = {name: P(batch, axis) for name in inputs if name != "mask"}
     compiled = compile(model, mesh, cut | options.pop("annotations", {}), kwargs=inputs, **options)
     loss, gradients = compiled.simulate(**inputs)
     expected = model(**inputs)

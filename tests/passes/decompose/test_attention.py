@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from shardc import Mesh, P, Remat, ShardingError, Zero, compile
-from shardc.ops.attention import Ring
+from shardc.language.zigzag import in_zigzag
+from shardc.ops.attention import Ring, Tile
 
 RING, BACK = ["ring_attention"], ["ring_attention_backward"]
 TOLERANCE = 1e-10
@@ -124,21 +125,46 @@ def test_a_way_that_there_is_not_is_an_error() -> None:
 
 
 @settings(max_examples=200)
-@given(st.integers(1, 5), st.integers(1, 17), st.integers(1, 17), st.booleans())
+@given(
+    st.integers(1, 5), st.integers(1, 17), st.integers(1, 17), st.booleans(), st.tuples(st.booleans(), st.booleans()),
+    st.booleans(),
+)  # fmt: skip
 def test_tiles_cover_what_each_query_sees_and_nothing_twice(
-    count: int, queries: int, keys: int, is_causal: bool
+    count: int, queries: int, keys: int, is_causal: bool, is_zigzag: tuple[bool, bool], travels: bool
 ) -> None:
-    ring = Ring("flash_attention_for_cpu", count, queries, keys, is_causal, None)
+    ring = Ring("flash_attention_for_cpu", count, queries, keys, is_causal, None, travels, in_zigzag=is_zigzag)
     seen = torch.zeros(queries, keys)
+    rows, columns = (
+        torch.tensor([i for run in (in_zigzag(length, count) if is_own else [range(length)]) for i in run])
+        for length, is_own in zip((queries, keys), is_zigzag, strict=True)
+    )
     row_size, column_size = -(-queries // count), -(-keys // count)
     for index in range(count):
-        for source in range(count):
+        for source in range(count) if travels else [None]:
+            own = rows[index * row_size :][:row_size]
+            others = columns if source is None else columns[source * column_size :][:column_size]
             for tile in ring.tiles(index, source):
-                part = seen[index * row_size :][tile.rows, source * column_size :][:, tile.columns]
-                part += torch.ones_like(part).tril() if tile.is_causal else 1
-                assert tile.start == source * column_size + tile.columns.start
+                part = torch.ones(len(own[tile.rows]), len(others[tile.columns]))
+                assert tile.start == others[tile.columns][0]
+                seen[own[tile.rows].unsqueeze(1), others[tile.columns]] += part.tril() if tile.is_causal else part
     wanted = torch.ones(queries, keys)
     assert torch.equal(seen, wanted.tril() if is_causal else wanted)
+
+
+@pytest.mark.parametrize("count", [2, 4, 64])
+def test_a_causal_ring_in_zigzag_gives_all_ranks_the_same_work(count: int) -> None:
+    length = 16 * count
+    for is_zigzag in (False, True):
+        ring = Ring("flash_attention_for_cpu", count, length, length, True, None, in_zigzag=(is_zigzag, is_zigzag))
+        work = [
+            sum(_scores_of(tile) for source in range(count) for tile in ring.tiles(i, source)) for i in range(count)
+        ]
+        assert (max(work) <= 1.05 * sum(work) / count) == is_zigzag
+
+
+def _scores_of(tile: Tile) -> float:
+    rows, columns = (each.stop - each.start for each in (tile.rows, tile.columns))
+    return rows * (rows + 1) / 2 if tile.is_causal else rows * columns
 
 
 # Masks that a model makes.

@@ -1,0 +1,287 @@
+"""order_positions: canonical -> canonical. Positions that the user wants in zigzag are put in that order.
+
+``P("dp", "cp:zigzag")`` on an input says that each rank has an early and a late stretch of its positions. The pass puts
+what is computed of them in that order, as a dim that any other pass may cut in chunks::
+
+    # ids: P("dp", "cp:zigzag")                     # ids: P("dp")
+    embedding(weight, ids)                   ->     z = annotate(zigzag(ids), "?,cp");  embedding(weight, z)
+    add(embedding, cos(arange(8)))           ->     add(embedding, cos(zigzag(arange(8))))
+
+An op computes the same in either order along a factor of its rule that may be cut into single elements, since ranks
+run one text. Attention becomes a ring that knows the order; before other ops values come back in order. What is made
+of data alone, token ids and masks, stays in order, and is brought into zigzag where an op needs that: the order moves
+up to what it is made of, so that positions and random numbers are those of the whole sequence.
+
+Invariant: a value in zigzag and the same in order differ in the order of elements alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from shardc.language.partition import P
+from shardc.language.rule import Dims, Rule
+from shardc.language.sharding import WHOLE
+from shardc.ops.attention import FORWARD, POSITIONS, is_attention
+from shardc.ops.zigzag import in_order, zigzag
+from shardc.program.node import arguments, is_annotation, operands, set_operands
+from shardc.program.program import Pin, Program, Value
+
+from ..decompose.along import Along
+from ..decompose.attention import as_ring
+from ..emitter import Emitter
+
+ANNOTATE = torch.ops.shardc.annotate.default
+
+
+def order_positions(program: Program) -> Program:
+    """The program with positions in zigzag where the user says so."""
+    is_asked = any(pin.zigzags for pin in program.pins)
+    if not is_asked and not any(_spec(node).zigzags for node in program.calls if is_annotation(node)):
+        return program
+    program = program.edited()
+    order = _Order(program)
+    for node in list(program.calls):
+        with program.graph.inserting_before(node):
+            order.enter(node)
+    order.leave()
+    program.pins = tuple(map(_without_zigzags, program.pins))
+    program.remove_dead()
+    return program
+
+
+def _without_zigzags(pin: Pin) -> Pin:
+    """The pin of an input whose positions are whole, and in order."""
+    sharding = pin.sharding
+    for dim, _ in pin.zigzags:
+        sharding = sharding.with_dim(dim, WHOLE)
+    return replace(pin, sharding=sharding, zigzags=())
+
+
+def _spec(annotation: fx.Node) -> P:
+    given = arguments(annotation)
+    return P.parse(given["spec"], tuple(given["priorities"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """A dim of ``[outer, length, inner]`` whose ``length`` positions are in zigzag over an axis of ``count`` ranks."""
+
+    axis: str
+    count: int
+    outer: int
+    length: int
+    inner: int
+
+    def inside(self, before: int, size: int, after: int) -> Fold | None:
+        """The same positions in one factor of the dim; None where they are not all in it."""
+        if self.outer % before or self.inner % after:
+            return None
+        outer, inner = self.outer // before, self.inner // after
+        is_all = outer * self.length * inner == size
+        return replace(self, outer=outer, inner=inner) if is_all else None
+
+    def around(self, before: int, after: int) -> Fold:
+        """The same positions in a dim of which they are one factor."""
+        return replace(self, outer=before * self.outer, inner=self.inner * after)
+
+
+Folds = dict[int, Fold]  # by dim of a value
+
+
+class _Order:
+    """The order of values while the graph is walked.
+
+    State: ``folds`` of values in zigzag, and ``marks``, the same of values that are in order but are made of positions
+    that the user wants in zigzag; ``forms``: values in another order than their own; ``factors``: those along which an
+    op computes in zigzag.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.folds, self.marks = dict[Value, Folds](), dict[Value, Folds]()
+        self.forms = dict[tuple[Value, tuple[tuple[int, Fold], ...]], fx.Node]()
+        self.factors = dict[fx.Node, dict[str, Fold]]()
+        self.is_data = dict[fx.Node, bool]()  # what is made of token ids, masks and the like alone
+        pins = {pin.name: pin for pin in program.pins if pin.kind == "input"}
+        for entry, node in zip(program.inputs, program.placeholders, strict=True):
+            is_number = not entry.type.dtype.is_floating_point
+            self.is_data[node] = is_number and entry.kind in ("input", "buffer")
+            if entry.kind == "input" and (pin := pins.get(entry.name)):
+                self.marks[node, 0] = self._folds(entry.type.shape, pin.zigzags)
+
+    def _folds(self, shape: Sequence[int], zigzags: Iterable[tuple[int, str]]) -> Folds:
+        assert self.program.mesh is not None
+        axes = [(dim, axis, self.program.mesh.axis_size(axis)) for dim, axis in zigzags]
+        return {dim: Fold(axis, count, 1, shape[dim], 1) for dim, axis, count in axes if count > 1}
+
+    def enter(self, node: fx.Node) -> None:
+        """Bring the operands of a call into the order that it computes in, and note that of its results."""
+        values, rule = self.program.operand_values(node), self.program.rule(node)
+        self.is_data[node] = all(self.is_data[value[0]] for value in values if value)
+        if is_attention(node.target):
+            self._enter_attention(node)
+            return
+        wanted = self._wanted(rule, [self._own(value) for value in values])
+        if is_annotation(node) and (spec := _spec(node)).zigzags:
+            node.args = (node.args[0], str(spec.in_order()), *node.args[2:])
+            folds = self._folds(self.program.type(node).shape, spec.zigzags.items())
+            wanted |= _of_factors(rule, rule.results[0], folds)
+        elif self.is_data[node]:
+            self.marks |= {value: folds for value, folds in self._results(node, rule, wanted) if folds}
+            return
+        set_operands(node, self._operands(node, rule, wanted))
+        self.factors[node] = wanted
+        self.folds |= {value: folds for value, folds in self._results(node, rule, wanted) if folds}
+
+    def _own(self, value: Value | None) -> Folds:
+        """The positions of a value that the user wants in zigzag."""
+        return {} if value is None else self.folds.get(value) or self.marks.get(value, {})
+
+    def _wanted(self, rule: Rule, folds: Sequence[Folds]) -> dict[str, Fold]:
+        """The factors along which an op computes in zigzag."""
+        wanted = dict[str, Fold]()
+        for dims, own in zip(rule.operands, folds, strict=True):
+            wanted = _of_factors(rule, dims, own) | wanted
+        tensors = (*rule.operands, *rule.results)
+        is_one_each = all(len(wanted.keys() & set(factors)) <= 1 for dims in tensors for factors in dims or ())
+        return wanted if is_one_each else {}
+
+    def _operands(self, node: fx.Node, rule: Rule, wanted: Mapping[str, Fold]) -> list[fx.Node | None]:
+        """The operands of a call with these factors in zigzag."""
+        pairs = zip(operands(node), rule.operands, strict=True)
+        return [operand and self.get(operand, _of_dims(rule, dims, wanted)) for operand, dims in pairs]
+
+    def _results(self, node: fx.Node, rule: Rule, wanted: Mapping[str, Fold]) -> Iterator[tuple[Value, Folds]]:
+        for index, dims in enumerate(rule.results):
+            yield (node, index), _of_dims(rule, dims, wanted)
+
+    # Values in another order.
+
+    def get(self, node: fx.Node, wanted: Folds) -> fx.Node:
+        """A value with just these positions in zigzag."""
+        value = self.program.value(node)
+        own, key = self.folds.get(value, {}), (value, tuple(sorted(wanted.items())))
+        if own == wanted:
+            return node
+        if key not in self.forms:
+            form = self.forms[key] = (None if own else self._copied(value, wanted)) or self._moved(node, own, wanted)
+            if self.program.value(form) != value:
+                self.folds[self.program.value(form)] = wanted
+        return self.forms[key]
+
+    def _copied(self, value: Value, wanted: Folds) -> fx.Node | None:
+        """A value that is made once more, of operands in zigzag; None where that does not make it so."""
+        node, index = value
+        if node.op != "call_function" or is_annotation(node) or is_attention(node.target):
+            return None
+        rule = self.program.rule(node)
+        factors = self.factors.get(node, {}) | _of_factors(rule, rule.results[index], wanted)
+        if _of_dims(rule, rule.results[index], factors) != wanted:
+            return None
+        again, new = node, self._operands(node, rule, factors)
+        if any(fresh is not old for fresh, old in zip(new, operands(node), strict=True)):
+            again = self.program.copy_of(node, {})
+            set_operands(again, new)
+        many = self.program.has_many(node)
+        return Emitter(self.program, again).item(again, index) if many else again
+
+    def _moved(self, node: fx.Node, own: Folds, wanted: Folds) -> fx.Node:
+        emit, value = Emitter(self.program, node), self.program.value(node)
+        is_whole = value[0].op == "placeholder" or self.is_data.get(value[0], False)
+        for op, folds, others in ((in_order, own, wanted), (zigzag, wanted, own)):
+            for dim, fold in folds.items():
+                if others.get(dim) != fold:
+                    node = emit(op, node, dim, fold.outer, fold.inner, fold.count, is_whole)
+        return self._annotated(node, wanted) if value in self.marks else node
+
+    def _annotated(self, node: fx.Node, folds: Folds) -> fx.Node:
+        """Positions of the user's, now in zigzag, cut by the axes that the user names."""
+        axes = {dim: fold.axis for dim, fold in folds.items() if _is_plain(fold)}
+        spec = P(*(axes.get(dim, P.OPEN) for dim in range(len(self.program.type(node).shape))))
+        text = next((pin.text for pin in self.program.pins if pin.zigzags), "")
+        return Emitter(self.program, node)(ANNOTATE, node, str(spec), [], text=text) if axes else node
+
+    # Attention, and the end of the graph.
+
+    def _enter_attention(self, node: fx.Node) -> None:
+        """Put a ring that knows the order in its place; keys and values have one order."""
+        given, program = arguments(node), self.program
+        q, k, v = (given[name] for name in ("query", "key", "value"))
+        orders = [self._own(program.value(x)) for x in (q, k)]
+        mask = given.get("grad_input_mask")
+        folds = [fold for own in orders for dim, fold in own.items() if dim == POSITIONS and _is_plain(fold)]
+        if not folds or any(dim != POSITIONS for own in orders for dim in own) or (mask and mask[3]):
+            for operand in filter(None, operands(node)):
+                node.replace_input_with(operand, self.get(operand, {}))
+            return
+        of_queries, of_keys = ({POSITIONS: own[POSITIONS]} if own else {} for own in orders)
+        wanted = {q: of_queries, k: of_keys, v: of_keys}
+        wanted |= {given[name]: of_queries for name in ("grad_out", "grad_out_", "out", "logsumexp") if name in given}
+        for operand in filter(None, operands(node)):
+            node.replace_input_with(operand, self.get(operand, wanted.get(operand, {})))
+        along = Along(Emitter(program, node), POSITIONS, folds[0].count)
+        results = as_ring(along, (bool(of_queries), bool(of_keys)))
+        assert isinstance(results, list)
+        program.replace(node, results)
+        of_results = (of_queries,) * 2 if node.target in FORWARD else (of_queries, of_keys, of_keys)
+        for result, own in zip(results, of_results, strict=False):
+            if result is not None and own:
+                self.folds[program.value(result)] = own
+        for result in filter(None, results):
+            self.is_data.setdefault(program.value(result)[0], False)
+
+    def leave(self) -> None:
+        """Bring what the graph returns back in order."""
+        end = self.program.output_node
+        with self.program.graph.inserting_before(end):
+            for result in dict.fromkeys(filter(None, self.program.results)):
+                if (found := self.get(result, {})) is not result:
+                    end.replace_input_with(result, found)
+
+
+def _is_plain(fold: Fold) -> bool:
+    return fold.outer == fold.inner == 1
+
+
+def _of_factors(rule: Rule, dims: Dims | None, folds: Folds) -> dict[str, Fold]:
+    """The factors that have the positions of some dims, where an op computes the same in any order of them."""
+    found = dict[str, Fold]()
+    for dim, fold in folds.items():
+        factors = dims[dim] if dims else ()
+        for factor, (before, after) in _places(rule, factors).items():
+            inner = fold.inside(before, rule.sizes[factor], after) if _may_be_in_any_order(rule, factor) else None
+            if inner is not None:
+                found[factor] = inner
+    return found
+
+
+def _of_dims(rule: Rule, dims: Dims | None, wanted: Mapping[str, Fold]) -> Folds:
+    """The dims of a tensor in which the positions of some factors stand."""
+    return {
+        dim: wanted[factor].around(*place)
+        for dim, factors in enumerate(dims or ())
+        for factor, place in _places(rule, factors).items()
+        if factor in wanted
+    }
+
+
+def _places(rule: Rule, factors: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """For each factor of a dim, the elements of all factors before it, and of all after it."""
+    found, before = dict[str, tuple[int, int]](), 1
+    after = 1
+    for factor in factors:
+        after *= rule.sizes[factor]
+    for factor in factors:
+        after //= max(1, rule.sizes[factor])
+        found[factor] = before, after
+        before *= rule.sizes[factor]
+    return found
+
+
+def _may_be_in_any_order(rule: Rule, factor: str) -> bool:
+    return not rule.is_fallback and not any(factor in each for each in (rule.whole, rule.chunks, rule.contiguous))
