@@ -6,8 +6,9 @@
 
 Layers of multi-head attention with projections, forward and backward, batch 1. All ways live in the same processes and
 take their steps in turn. Prints for each way the median step of the slowest rank and the processor time of the busiest,
-the ratios of the steps of shardc's ring and of its all_to_all (``attention="ulysses"``) to its own, the bytes that a
-rank sends beside those of the formula, and the largest error of loss and gradients beside one device.
+the ratios of the steps of shardc's ring, of its ring in zigzag and of its all_to_all (``attention="ulysses"``) to its
+own, the bytes that a rank sends beside those of the formula, and the largest error of loss and gradients beside one
+device.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ from shardc.language.text import table
 from shardc.runtime.comm.launch import Workers
 from shardc.runtime.comm.messages import sent_bytes
 
-RING, ULYSSES = "shardc ring", "shardc ulysses"
-OURS = (RING, ULYSSES, "shardc gather")
+RING, ULYSSES, ZIGZAG = "shardc ring", "shardc ulysses", "shardc zigzag"
+OURS = (RING, ZIGZAG, ULYSSES, "shardc gather")
 PEERS: dict[str, tuple[Attend, Callable[[Tensor], Tensor]]] = {
     "torch allgather": (torch_attention("allgather"), balanced),
     "torch alltoall": (torch_attention("alltoall"), balanced),
     "by hand": (attention_by_hand, in_order),
 }
-CUT = P(None, "cp")
+CUT, CUT_IN_ZIGZAG = P(None, "cp"), P(None, "cp:zigzag")
 CAUSAL: Attend = partial(scaled_dot_product_attention, is_causal=True)
 
 
@@ -120,10 +121,10 @@ class Runner:
             self.inputs = [part(x) for x in inputs]
         else:
             mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
-            annotations = {"x": CUT, "target": CUT}
-            self.model = shardc.parallelize(
-                Model(size), mesh, annotations, args=tuple(inputs), attention=name.split()[-1]
-            )
+            is_zigzag = name == ZIGZAG
+            annotations = dict.fromkeys(("x", "target"), CUT_IN_ZIGZAG if is_zigzag else CUT)
+            way = "ring" if is_zigzag else name.split()[-1]
+            self.model = shardc.parallelize(Model(size), mesh, annotations, args=tuple(inputs), attention=way)
             self.inputs = inputs
 
     def step(self) -> Tensor:
@@ -182,7 +183,13 @@ def by_formula(name: str, size: Size, ranks: int) -> float:
     gradients; torch's moves the gradients once more, its first time to a rank that has added nothing.
     """
     others = ranks - 1
-    chunks = {"ring": 6 * others, "ulysses": 8 * others / ranks, "gather": 4 * others, "hand": 6 * others}
+    chunks = {
+        "ring": 6 * others,
+        "zigzag": 6 * others,
+        "ulysses": 8 * others / ranks,
+        "gather": 4 * others,
+        "hand": 6 * others,
+    }
     moved = chunks.get(name.split()[-1], 4 * others + 2 * ranks) * size.positions / ranks * size.width
     weights = 4 * size.width * (size.width + 1)
     return 4 * size.layers * (moved + 2 * others / ranks * weights)
@@ -192,7 +199,7 @@ def report(found: Mapping[str, Measured], size: Size, ranks: int) -> str:
     """A table with a row for each way."""
     rows = []
     for name, way in found.items():
-        others = [found[each].seconds if each in found and each != name else None for each in (RING, ULYSSES)]
+        others = [found[each].seconds if each in found and each != name else None for each in (RING, ZIGZAG, ULYSSES)]
         beside = [_beside(other, way.seconds) if other else "" for other in others]
         sent, formula = way.sent / 1e6, by_formula(name, size, ranks) / 1e6
         numbers = f"{sent:.2f}", f"{formula:.2f}", f"{sent / formula - 1:+.1%}", f"{way.error:.0e}"
@@ -202,6 +209,7 @@ def report(found: Mapping[str, Measured], size: Size, ranks: int) -> str:
         "step",
         "busiest",
         "ring beside it",
+        "zigzag beside it",
         "ulysses beside it",
         "MB sent",
         "formula",

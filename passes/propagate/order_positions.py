@@ -23,11 +23,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from shardc.language.errors import ShardingError
 from shardc.language.partition import P
 from shardc.language.rule import Dims, Rule
 from shardc.language.sharding import WHOLE
 from shardc.ops.attention import FORWARD, POSITIONS, is_attention
 from shardc.ops.zigzag import in_order, zigzag
+from shardc.options import ULYSSES
 from shardc.program.node import arguments, is_annotation, operands, set_operands
 from shardc.program.program import Pin, Program, Value
 
@@ -219,6 +221,8 @@ class _Order:
             for operand in filter(None, operands(node)):
                 node.replace_input_with(operand, self.get(operand, {}))
             return
+        if program.options.attention == ULYSSES:
+            raise _whole_positions(program, node, folds[0])
         of_queries, of_keys = ({POSITIONS: own[POSITIONS]} if own else {} for own in orders)
         wanted = {q: of_queries, k: of_keys, v: of_keys}
         wanted |= {given[name]: of_queries for name in ("grad_out", "grad_out_", "out", "logsumexp") if name in given}
@@ -242,6 +246,12 @@ class _Order:
             for result in dict.fromkeys(filter(None, self.program.results)):
                 if (found := self.get(result, {})) is not result:
                     end.replace_input_with(result, found)
+
+
+def _whole_positions(program: Program, node: fx.Node, fold: Fold) -> ShardingError:
+    what, problem = program.source(node).place, f"{fold.axis} cuts heads there, so that all ranks do the same work"
+    remedy = f"write P(None, {fold.axis!r}) for the positions, in order, or say attention='ring'"
+    return ShardingError(f"attention={ULYSSES!r}", f"positions in zigzag, {what}", problem, remedy)
 
 
 def _is_plain(fold: Fold) -> bool:

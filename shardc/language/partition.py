@@ -11,7 +11,6 @@ from typing import cast
 from shardc.language.errors import ShardingError
 from shardc.language.mesh import MICROBATCH, Axes, AxisPart, Mesh, axis_of
 from shardc.language.sharding import WHOLE, DimSharding, Sharding
-from shardc.language.zigzag import ZIGZAG
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -55,6 +54,7 @@ class _Open:
         return "P.OPEN"
 
 
+ZIGZAG = "zigzag"  # after the name of an axis: each rank has an early and a late stretch of positions
 _ZIGZAG = f":{ZIGZAG}"
 
 Entry = str | tuple[str | _Open, ...] | Blocks | _Open | None

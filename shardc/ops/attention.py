@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
+from shardc.language.partition import ZIGZAG
 from shardc.language.rule import OpCall, Rule, make_rule, rule
 from shardc.language.sharding import TensorType, ceil_div
-from shardc.language.zigzag import ZIGZAG, stretches
 from shardc.ops.mask import Mask, mask_of
 from shardc.ops.reduction import wide_dtype
-from shardc.ops.zigzag import in_order, zigzag
+from shardc.ops.zigzag import in_order, stretches, zigzag
 
 aten = torch.ops.aten
 
@@ -286,8 +286,8 @@ def ring_attention(
     ring = Ring(*values)
     q, k, v = ring.reorder(in_order, [q], [k, v])
     scores = _whole_scores(ring, leaves)
-    results = kernels(ring.family, scores.mask).forward(q, k, v, scores)
-    return tuple(ring.reorder(zigzag, results, []))
+    out, lse = ring.reorder(zigzag, kernels(ring.family, scores.mask).forward(q, k, v, scores), [])
+    return out, lse
 
 
 def ring_attention_backward(
@@ -299,7 +299,8 @@ def ring_attention_backward(
     grad, q, out, lse, k, v = ring.reorder(in_order, [grad, q, out, lse], [k, v])
     scores = _whole_scores(ring, leaves)
     dq, dk, dv = kernels(ring.family, scores.mask).backward(grad, q, k, v, out, lse, scores)
-    return tuple(ring.reorder(zigzag, [dq], [dk, dv]))
+    dq, dk, dv = ring.reorder(zigzag, [dq], [dk, dv])
+    return dq, dk, dv
 
 
 def _whole_scores(ring: Ring, leaves: Sequence[Tensor]) -> Scores:

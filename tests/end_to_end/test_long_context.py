@@ -33,14 +33,16 @@ MODELS = {
 }  # fmt: skip
 
 
-def check_model(model: nn.Module, mesh: Mesh, length: int, has_mask: bool = False, **options: Any) -> Any:
+def check_model(
+    model: nn.Module, mesh: Mesh, length: int, has_mask: bool = False, axis: str = "cp", **options: Any
+) -> Any:
     """The compiled step of a model; its loss and gradients must be those of one device."""
     batch = "dp" if "dp" in mesh.axis_names else None
     ids = torch.randint(0, 64, (4, length), generator=torch.Generator().manual_seed(0))
     inputs = {"input_ids": ids, "labels": ids}
     if has_mask:
         inputs["attention_mask"] = (torch.arange(length) >= torch.tensor([0, 3, 0, 7]).unsqueeze(1)).long()
-    compiled = compile(model, mesh, dict.fromkeys(inputs, P(batch, "cp")), kwargs=inputs, **options)
+    compiled = compile(model, mesh, dict.fromkeys(inputs, P(batch, axis)), kwargs=inputs, **options)
     outputs, gradients = compiled.simulate(**inputs)
     loss = model(**inputs).loss
     loss.backward()
@@ -57,14 +59,25 @@ def test_models_of_transformers_train_with_positions_cut(name: str, has_mask: bo
     check_model(MODELS[name](), Mesh(cp=4), 20, has_mask)
 
 
+@pytest.mark.parametrize(("name", "has_mask"), [("llama", False), ("mistral", True), ("gpt2", True)])
+def test_models_of_transformers_train_with_positions_in_zigzag(name: str, has_mask: bool) -> None:
+    """Ranks send keys, values and sums; logits come back in order."""
+    torch.manual_seed(0)
+    compiled = check_model(MODELS[name](), Mesh(cp=4), 24, has_mask, "cp:zigzag", attention="ring")
+    kinds = Counter(kinds_sent(compiled) + kinds_sent(compiled, "backward"))
+    assert kinds == {"ring_attention": 2, "ring_attention_backward": 2, "overlap_add": 2}
+
+
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
         (Mesh(dp=2, cp=3), {}),
+        (Mesh(dp=2, cp=2), {"axis": "cp:zigzag"}),
+        (Mesh(pp=2, cp=2), {"pipeline": Pipeline("pp", microbatches=2), "axis": "cp:zigzag"}),
         (Mesh(pp=2, cp=2), {"pipeline": Pipeline("pp", microbatches=2)}),
         (Mesh(pp=2, dp=2, cp=2), {"pipeline": Pipeline("pp", microbatches=2, schedule="zb-h1")}),
     ],
-    ids=["dp", "pipeline", "zero bubble"],
+    ids=["dp", "zigzag", "pipeline in zigzag", "pipeline", "zero bubble"],
 )
 def test_a_ring_goes_with_data_parallelism_and_pipelines(mesh: Mesh, options: Any) -> None:
     torch.manual_seed(0)
@@ -102,8 +115,8 @@ def trained(way: str, shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     inputs = draw(18, dtype=torch.float32)
-    cut = P("dp" if "dp" in names else None, "cp")
-    parallel = parallelize(Windowed(num_keys=2), mesh, {"x": cut}, attention=way)
+    cut = P("dp" if "dp" in names else None, "cp:zigzag" if way == "zigzag" else "cp")
+    parallel = parallelize(Windowed(num_keys=2), mesh, {"x": cut}, attention="ring" if way == "zigzag" else way)
     parallel(**inputs)
     comm = parallel.shardc.conversion.comm
     comm.traffic[0].clear()
@@ -116,7 +129,7 @@ def trained(way: str, shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
     return loss.detach(), gradients, comm.traffic[0].bytes, announced
 
 
-@pytest.mark.parametrize("way", ["ring", "ulysses", "gather"])
+@pytest.mark.parametrize("way", ["ring", "zigzag", "ulysses", "gather"])
 def test_on_real_ranks_a_step_is_that_of_one_device_and_sends_what_is_announced(gloo: GlooPool, way: str) -> None:
     torch.manual_seed(0)
     model, inputs = Windowed(num_keys=2), draw(18, dtype=torch.float32)

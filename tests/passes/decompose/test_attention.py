@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from shardc import Mesh, P, Remat, ShardingError, Zero, compile
-from shardc.language.zigzag import in_zigzag
 from shardc.ops.attention import Ring, Tile
+from shardc.ops.zigzag import in_zigzag
 
 RING, BACK = ["ring_attention"], ["ring_attention_backward"]
 TOLERANCE = 1e-10

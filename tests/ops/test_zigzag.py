@@ -1,0 +1,56 @@
+"""Zigzag: stretches that cover all positions once, for any number of them; and how an annotation says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardc import Mesh, P, ShardingError
+from shardc.ops.zigzag import in_order, in_zigzag, stretches, zigzag
+
+
+@given(st.integers(0, 60), st.integers(1, 9))
+def test_each_rank_has_an_early_and_a_late_stretch_and_as_many_positions_as_torch_gives_it(
+    length: int, count: int
+) -> None:
+    chunks = [len(chunk) for chunk in torch.arange(length).chunk(count)] if length else []
+    own = [stretches(length, count, index) for index in range(count)]
+    assert [len(early) + len(late) for early, late in own] == chunks + [0] * (count - len(chunks))
+    assert all(0 <= len(early) - len(late) <= 1 for early, late in own)
+    assert sorted(i for stretch in in_zigzag(length, count) for i in stretch) == list(range(length))
+    assert all(max(early) < min(late) for early, late in own if early and late)
+
+
+@given(st.integers(1, 3), st.integers(0, 20), st.integers(1, 3), st.integers(1, 5))
+def test_zigzag_and_in_order_are_inverses(outer: int, length: int, inner: int, count: int) -> None:
+    x = torch.randn(2, outer * length * inner, 3)
+    args = 1, outer, inner, count
+    there = zigzag(x, *args)
+    assert torch.equal(in_order(there, *args), x)
+    order = torch.tensor([i for stretch in in_zigzag(length, count) for i in stretch], dtype=torch.long)
+    assert torch.equal(there.view(2, outer, length, inner, 3), x.view(2, outer, length, inner, 3)[:, :, order])
+
+
+def test_an_annotation_says_zigzag_as_it_is_read() -> None:
+    spec = P("dp", "cp:zigzag", None)
+    assert (str(spec), repr(spec)) == ("dp,cp:zigzag,-", "P('dp', 'cp:zigzag', None)")
+    assert P.parse(str(spec)) == spec
+    assert (spec.zigzags, spec.axes, spec.in_order()) == ({1: "cp"}, ("dp", "cp"), P("dp", "cp", None))
+    assert spec.sharding(Mesh(dp=2, cp=2), (4, 8, 2), "x") == spec.in_order().sharding(Mesh(dp=2, cp=2), (4, 8, 2), "x")
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (P(("dp", "cp:zigzag")), "positions are in zigzag over one axis"),
+        (P("sp:zigzag"), "it has no such axis"),
+        (P("cp:zigzags"), "a part reads axis:(pre)size"),
+    ],
+    ids=["two axes", "no axis", "a slip"],
+)
+def test_what_is_no_zigzag_is_an_error(spec: P, said: str) -> None:
+    with pytest.raises(ShardingError) as error:
+        spec.sharding(Mesh(dp=2, cp=2), (8,), "x")
+    assert said in str(error.value)
