@@ -83,7 +83,7 @@ def is_attention(target: Any) -> bool:
 
 POSITIONS = 2  # the dim of queries, keys and values, of results and of the logsumexp
 TILE = 1024  # queries, and keys, for which a part of a mask is made at a time
-MOST_COUNTED = 64  # chunks of which it is found out how far their keys travel
+MOST_COUNTED = 64  # chunks of which it is found out how far their keys travel, and which has most to do
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +126,11 @@ class Ring:
     def steps(self) -> int:
         """How far each chunk of keys travels: to the last rank that sees any of them."""
         return _steps(self) if self.travels else 0
+
+    @property
+    def imbalance(self) -> float:
+        """Work of the busiest rank beside the mean of all; 1 for masks, whose tiles may be many."""
+        return _imbalance(self) if self.is_causal and self.mask is None and self.count <= MOST_COUNTED else 1.0
 
     def tiles(self, index: int, source: int | None) -> Iterator[Tile]:
         """What the queries of a chunk see of the keys of another chunk, or of all, in tiles; causal ones are square."""
@@ -183,6 +188,13 @@ def _steps(ring: Ring) -> int:
     return 0
 
 
+@lru_cache(maxsize=256)
+def _imbalance(ring: Ring) -> float:
+    ranks = range(ring.count)
+    work = [sum(tile.num_scores for source in ranks for tile in ring.tiles(index, source)) for index in ranks]
+    return max(work) * ring.count / max(1, sum(work))
+
+
 @dataclass(frozen=True, slots=True)
 class _Run:
     """Positions that follow one another, of which a rank's first stands at ``at``."""
@@ -228,6 +240,12 @@ class Tile:
     start: int
     is_causal: bool
     is_masked: bool
+
+    @property
+    def num_scores(self) -> int:
+        """Pairs of a row and a column that it sees."""
+        rows, columns = (each.stop - each.start for each in (self.rows, self.columns))
+        return rows * (rows + 1) // 2 if self.is_causal else rows * columns
 
     def scores(self, ring: Ring, leaves: Sequence[Tensor]) -> Scores:
         """What becomes of scores in the tile. ``leaves``: those of the ring's mask."""
@@ -325,12 +343,17 @@ rule(ring_attention_backward, partial(_ring_rule, first=1))
 
 
 def ring_flops(target: Any, args: tuple[Any, ...]) -> int:
-    """Operations of a call of ``RINGS``, from its arguments with shapes for tensors: every query meets all keys."""
+    """Operations of a call of ``RINGS``, from its arguments with shapes for tensors: every query meets all keys.
+
+    On one rank those of the busiest.
+    """
     first, _, _, values, *others = args
+    ring = Ring(*values)
     (q, k, v) = (first, *others[:2]) if target is ring_attention else others[:3]
-    k, v = ((*shape[:2], Ring(*values).keys, shape[3]) for shape in (k, v))
+    is_whole = q[POSITIONS] == ring.queries
+    k, v = ((*shape[:2], ring.keys, shape[3]) for shape in (k, v))
     count: int = sdpa_flop_count(q, k, v) if target is ring_attention else sdpa_backward_flop_count(first, q, k, v)
-    return count
+    return count if is_whole else round(count * ring.imbalance)
 
 
 def ring_workspace(target: Any, ring: Ring, keys: TensorType, values: TensorType) -> int:

@@ -7,7 +7,7 @@ import shardc
 from shardc import Mesh, P, Precision, Remat
 
 TOKENS = 32 * 1024
-POSITIONS = {"input_ids": P(None, "cp"), "labels": P(None, "cp")}
+POSITIONS = {"input_ids": P(None, "cp:zigzag"), "labels": P(None, "cp:zigzag")}
 CUT = {"*.o_proj.weight": P(None, "tp"), "*.down_proj.weight": P(None, "tp"), "model.embed_tokens": P(None, "tp")}
 
 
