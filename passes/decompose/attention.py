@@ -9,8 +9,17 @@ import torch
 from torch import fx
 
 from shardc.language.errors import ShardingError
-from shardc.language.sharding import num_shards
-from shardc.ops.attention import BACKWARD, FORWARD, POSITIONS, Ring, ring_attention, ring_attention_backward
+from shardc.language.sharding import TensorType, ceil_div, num_shards
+from shardc.ops.attention import (
+    BACKWARD,
+    FORWARD,
+    POSITIONS,
+    RINGS,
+    Ring,
+    ring_attention,
+    ring_attention_backward,
+    ring_bytes,
+)  # fmt: skip
 from shardc.ops.zigzag import zigzag
 from shardc.options import AUTO, GATHER, ULYSSES
 from shardc.program.program import Program
@@ -38,8 +47,14 @@ class Rings(Windowed):
             raise _undivided(along)
         if way == ULYSSES or (way == AUTO and _divides(along) and _sends_less_to_heads(along, ring)):
             return None  # the axes of positions move to heads, see choose_dims
-        keys_and_values = sum(along.emit.type(given[name]).nbytes for name in ("key", "value"))
-        return ring.steps * keys_and_values * (2 if along.node.target in BACKWARD else 1)
+        return along.count * _sent(along, ring, RINGS[along.node.target in BACKWARD])
+
+
+def _sent(along: Along, ring: Ring, target: Any) -> int:
+    """Bytes that one rank sends in a ring, or in its backward."""
+    keys, values = (along.emit.type(along.given[name]) for name in ("key", "value"))
+    chunk = ceil_div(keys.shape[POSITIONS], along.count)
+    return ring_bytes(target, ring, *(TensorType((*x.shape[:2], chunk, *x.shape[3:]), x.dtype) for x in (keys, values)))
 
 
 def _divides(along: Along) -> bool:
@@ -53,10 +68,11 @@ def _sends_less_to_heads(along: Along, ring: Ring) -> bool:
 
     Never where each query has a row of a mask, which a rank would need whole.
     """
-    given, emit, times = along.given, along.emit, 2 if _has_backward(along.emit.program) else 1
-    q, k, v = (emit.type(given[name]).nbytes for name in ("query", "key", "value"))
+    kinds, count = RINGS if _has_backward(along.emit.program) else RINGS[:1], along.count
+    q, k = (along.emit.type(along.given[name]).nbytes for name in ("query", "key"))
     has_rows = ring.mask is not None and any(leaf.along in ("row", "both") for leaf in ring.mask.leaves)
-    return not has_rows and times * (q + k) * 2 / along.count < (2 * times - 1) * (k + v)
+    to_heads = len(kinds) * (q + k) * 2 * (count - 1) / count**2
+    return not has_rows and to_heads < sum(_sent(along, ring, kind) for kind in kinds)
 
 
 def _has_backward(program: Program) -> bool:

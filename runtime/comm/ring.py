@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from shardc.language.partition import parse_parts
-from shardc.ops.attention import Gradients, Joined, Ring
+from shardc.ops.attention import POSITIONS, Gradients, Joined, Ring
+from shardc.ops.reduction import wide_dtype
 
 from .comm import Comm, PartNames, Rows, Tensors
 
@@ -53,6 +54,7 @@ def ring_attention_backward(
     met: Rows = list(zip(ks, vs, strict=True))
     if not ring.travels:
         return [_gradients(own, own.meet(None, *row), q, row) for own, q, row in zip(gradients, qs, met, strict=True)]
+    seen = ring.rows(min(1, last))  # of each chunk, by other ranks
     parts, travelling = list[Row](), None  # what queries add in a step, and sums on their way
     for step in range(last + 1):
         arriving = _send_on(comm, axes, met, step, ring)
@@ -61,11 +63,11 @@ def ring_attention_backward(
         if step == 0:
             of_own = parts
         else:
-            sums = parts if travelling is None else _added(parts, travelling())
+            sums = parts if travelling is None else _added(parts, ring.rows(step), travelling(), seen)
             on = [_like(*each) for each in zip(sums, met, strict=True)]
             travelling = comm.rotate(on, axes, 1 if step < last else -last)
         met = arriving()
-    sums = of_own if travelling is None else _added(of_own, travelling())
+    sums = of_own if travelling is None else _added(of_own, ring.rows(0), travelling(), seen)
     own_rows = zip(ks, vs, strict=True)
     return [_gradients(*each) for each in zip(gradients, sums, qs, own_rows, strict=True)]
 
@@ -76,13 +78,29 @@ def _gradients(own: Gradients, of_keys: Row, q: Tensor, row: Sequence[Tensor]) -
 
 
 def _send_on(comm: Comm, axes: PartNames, met: Rows, step: int, ring: Ring) -> Callable[[], Rows]:
-    """Start to send what was met to the next rank; after the last step nothing."""
-    return comm.rotate(met, axes) if step < ring.steps else lambda: ()
+    """Start to send what ranks further on see of what was met to the next rank; after the last step nothing."""
+    if step == ring.steps:
+        return lambda: ()
+    here, further = ring.rows(step), ring.rows(step + 1)
+    if here != further:
+        met = [tuple(_part(x, here, further).contiguous() for x in row) for row in met]
+    return comm.rotate(met, axes)
 
 
-def _added(parts: Sequence[Row], arrived: Rows) -> list[Row]:
-    pairs = zip(parts, arrived, strict=True)
-    return [tuple(part.add_(other) for part, other in zip(*each, strict=True)) for each in pairs]
+def _part(x: Tensor, rows: range, of_them: range) -> Tensor:
+    """Some of the rows of a chunk that a tensor has."""
+    return x.narrow(POSITIONS, of_them.start - rows.start, len(of_them))
+
+
+def _added(one: Rows, rows: range, other: Rows, of_other: range) -> list[Row]:
+    """The sums of two gradients, of which one is for all rows of a chunk that the other is for."""
+    if len(rows) < len(of_other):
+        one, rows, other, of_other = other, of_other, one, rows
+    sums = [tuple(x.to(wide_dtype(x.dtype)) for x in row) for row in one]
+    for totals, parts in zip(sums, other, strict=True):
+        for total, part in zip(totals, parts, strict=True):
+            _part(total, rows, of_other).add_(part)
+    return sums
 
 
 def _like(row: Sequence[Tensor], others: Sequence[Tensor]) -> Row:

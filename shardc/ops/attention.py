@@ -11,6 +11,7 @@ but what that kernel does (Ring Attention, Liu et al. 2023). On whole values bot
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache, partial
@@ -125,7 +126,20 @@ class Ring:
     @property
     def steps(self) -> int:
         """How far each chunk of keys travels: to the last rank that sees any of them."""
-        return _steps(self) if self.travels else 0
+        if not self.travels:
+            return 0
+        return self.count - 1 if self.sent is None else len(self.sent)
+
+    @property
+    def sent(self) -> tuple[range, ...] | None:
+        """For each step the rows of a chunk of keys that are sent: those that ranks further on see. None for all."""
+        is_known = self.travels and self.mask is not None and self.count <= MOST_COUNTED
+        return _sent(self) if is_known else None
+
+    def rows(self, step: int) -> range:
+        """The rows of a chunk of keys that are met in a step."""
+        chunk = range(ceil_div(self.keys, self.count))
+        return chunk if step == 0 or self.sent is None else self.sent[step - 1]
 
     @property
     def imbalance(self) -> float:
@@ -135,6 +149,9 @@ class Ring:
     def tiles(self, index: int, source: int | None) -> Iterator[Tile]:
         """What the queries of a chunk see of the keys of another chunk, or of all, in tiles; causal ones are square."""
         runs, others = self._queries(index), self._keys(source)
+        if source is not None and self.sent is not None:
+            step = (index - source) % self.count
+            others = _within(others, self.rows(step)) if step <= len(self.sent) else []
         if self.is_causal and self.mask is None and len(runs) > 1 and runs == others:
             whole = slice(0, sum(len(each.positions) for each in runs))  # in a rank too, later ones see all before them
             yield Tile(whole, whole, runs[0].positions.start, is_causal=True, is_masked=False)
@@ -178,14 +195,49 @@ class Ring:
 
 
 @lru_cache(maxsize=256)
-def _steps(ring: Ring) -> int:
-    most = ring.count - 1
-    if ring.mask is None or ring.count > MOST_COUNTED:
-        return most
-    for step in range(most, 0, -1):
-        if any(next(ring.tiles(i, (i - step) % ring.count), None) for i in range(ring.count)):
-            return step
-    return 0
+def _sent(ring: Ring) -> tuple[range, ...]:
+    sent, later = list[range](), range(0)
+    for step in range(ring.count - 1, 0, -1):
+        later = _all_seen(ring, step, later)
+        sent.append(later)
+    return tuple(each for each in reversed(sent) if each)
+
+
+def _all_seen(ring: Ring, step: int, seen: range) -> range:
+    """From the first to the last row of a chunk that is among ``seen``, or that any rank sees in a step."""
+    for index in range(ring.count):
+        chunk = ring._keys((index - step) % ring.count)
+        for run, other in product(ring._queries(index), chunk):
+            rows = _place(other, _columns_seen(ring, run.positions, other.positions))
+            ends = [(each.start, each.stop) for each in (seen, rows) if each.start < each.stop]
+            seen = range(min((start for start, _ in ends), default=0), max((stop for _, stop in ends), default=0))
+        if len(seen) == ceil_div(ring.keys, ring.count):
+            break
+    return seen
+
+
+def _columns_seen(ring: Ring, rows: range, columns: range) -> range:
+    """From the first to the last column that any of the rows may see."""
+    mask = ring.mask
+    assert mask is not None
+    if not rows or not columns or (shows := mask.shows(rows, columns)) is False:
+        return columns[:0]
+    if shows:
+        return columns
+    first, last = len(columns), 0
+    for some in _pieces(rows, TILE):
+        first = min(first, _num_hidden(mask, some, columns))
+        last = max(last, len(columns) - _num_hidden(mask, some, columns, from_end=True))
+    return columns[first : max(first, last)]
+
+
+def _num_hidden(mask: Mask, rows: range, columns: range, from_end: bool = False) -> int:
+    """How many columns, from the first or the last on, no row sees."""
+
+    def is_seen(count: int) -> bool:
+        return mask.shows(rows, columns[-count:] if from_end else columns[:count]) is not False
+
+    return 0 if is_seen(1) else bisect_left(range(1, len(columns) + 1), True, key=is_seen)
 
 
 @lru_cache(maxsize=256)
@@ -209,6 +261,16 @@ def _runs(length: int, count: int, index: int, is_zigzag: bool) -> list[_Run]:
         return _side_by_side(stretches(length, count, index))
     size = ceil_div(length, count)
     return [_Run(range(min(index * size, length), min((index + 1) * size, length)))]
+
+
+def _within(runs: Iterable[_Run], rows: range) -> list[_Run]:
+    """What is left of runs where a rank has only some rows of a chunk, in a tensor of their own."""
+    found = list[_Run]()
+    for run in runs:
+        start, stop = max(rows.start, run.at), min(rows.stop, run.at + len(run.positions))
+        if start < stop:
+            found.append(_Run(run.positions[start - run.at : stop - run.at], start - rows.start))
+    return found
 
 
 def _side_by_side(runs: Iterable[range]) -> list[_Run]:
@@ -356,16 +418,32 @@ def ring_flops(target: Any, args: tuple[Any, ...]) -> int:
     return count if is_whole else round(count * ring.imbalance)
 
 
+def ring_bytes(target: Any, ring: Ring, keys: TensorType, values: TensorType) -> int:
+    """Bytes that one rank sends, whose chunks of keys and values these are: in backward their gradients go with them.
+
+    The gradients have all rows that any other rank sees, in each step.
+    """
+    chunk, is_forward = keys.nbytes + values.nbytes, target is ring_attention
+    if ring.sent is None:
+        return ring.steps * chunk * (1 if is_forward else 2)
+    rows = sum(map(len, ring.sent)) + (0 if is_forward else ring.steps * len(ring.rows(min(1, ring.steps))))
+    return rows * (chunk // max(1, keys.shape[POSITIONS]))
+
+
 def ring_workspace(target: Any, ring: Ring, keys: TensorType, values: TensorType) -> int:
     """Bytes of keys and values, and of their gradients, that a rank holds while a ring runs, besides its own.
 
-    The chunk that is met and the next one, on its way. In backward the gradients of its own chunk, those of a step, and
-    those that are sent and received.
+    The rows that are met and the next ones, on their way, with a copy of what is sent where that is a part of a chunk.
+    In backward the gradients of its own chunk, those of a step, and those that are sent and received.
     """
     chunk, foreign = keys.nbytes + values.nbytes, min(2, ring.steps)
+    if ring.sent:
+        rows = [*map(len, ring.sent[:2])]
+        rows += rows[:1] if rows[0] < keys.shape[POSITIONS] else []
+        chunk, foreign = chunk // max(1, keys.shape[POSITIONS]), sum(rows)
     if target is ring_attention:
         return foreign * chunk
-    sums = 2 * chunk * wide_dtype(keys.dtype).itemsize // keys.dtype.itemsize
+    sums = 2 * (keys.nbytes + values.nbytes) * wide_dtype(keys.dtype).itemsize // keys.dtype.itemsize
     return 2 * foreign * chunk + sums
 
 

@@ -16,7 +16,7 @@ from shardc.language.machine import LOCAL_KINDS, CollectiveKind
 from shardc.language.mesh import axis_of
 from shardc.language.sharding import TensorType, dtype_name
 from shardc.language.windows import most_rows_sent, overlap_add
-from shardc.ops.attention import RINGS, Ring, ring_attention
+from shardc.ops.attention import RINGS, Ring, ring_attention, ring_bytes
 from shardc.ops.piece import fit
 from shardc.program.collective import (
     COLLECTIVES,
@@ -120,7 +120,8 @@ def collective_at(program: Program, node: fx.Node, count_rows: RowCount = most_r
     if ring := ring_of(node):
         before = after = joined_type([program.local_type(each) for each in goes_round(node)])
         steps = ring.steps
-        payload = wire = steps * before.nbytes
+        chunks = [type_ for each in goes_round(node)[:2] if (type_ := program.local_type(each))]
+        payload = wire = ring_bytes(node.target, ring, *chunks)
     elif not parts:  # of an exchange with neighbours
         dim, values = node.args[2:4]
         sends, receives = count_rows(values)  # type: ignore[arg-type]

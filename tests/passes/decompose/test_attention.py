@@ -254,13 +254,52 @@ def test_a_mask_made_of_positions_is_made_tile_by_tile(kind: str, way: str, monk
         assert not [type_ for type_ in types if type_.shape[-1:] == (length,) and type_.numel > BATCH * length]
 
 
-def test_keys_travel_as_far_as_they_are_seen() -> None:
-    """With windows of 3 positions on chunks of 4 to the next rank, from where their gradients come back."""
+class Banded(Attending):
+    """Queries see so many keys before and behind them, and perhaps the first two."""
+
+    def __init__(self, before: int, behind: int, is_first_seen: bool) -> None:
+        super().__init__()
+        self.before, self.behind, self.is_first_seen = before, behind, is_first_seen
+
+    def forward(self, x: Tensor, y: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        position = torch.arange(x.shape[1])
+        row, column = position.unsqueeze(1), position.unsqueeze(0)
+        seen = (column >= row - self.before) & (column <= row + self.behind)
+        return super().forward(x, mask=seen | (column < 2) if self.is_first_seen else seen)
+
+
+@settings(max_examples=25)
+@given(
+    st.sampled_from([2, 3, 4, 5]), st.integers(4, 24), st.integers(0, 6), st.integers(0, 6), st.booleans(),
+    st.sampled_from(["cp", "cp:zigzag"]),
+)  # fmt: skip
+def test_ranks_send_the_rows_that_others_see(
+    count: int, length: int, before: int, behind: int, is_first_seen: bool, axis: str
+) -> None:
+    """A band of positions, and perhaps the first two of all, by one mask for any number of keys before and behind."""
     torch.manual_seed(0)
-    compiled = check_step(Masking("window").double(), Mesh(cp=4), draw(16), TOLERANCE)
-    chunk = 2 * 8 * BATCH * 16 * WIDTH // 4
+    model = Banded(before, behind, is_first_seen).double()
+    compiled = check_step(model, Mesh(cp=count), draw(length), TOLERANCE, axis, attention="ring")
+    chunk = 2 * 8 * BATCH * WIDTH * -(-length // count)
+    for each in compiled.collectives:
+        if each.name == "ring_attention":
+            assert each.wire_bytes <= (count - 1) * chunk
+            if axis == "cp" and not is_first_seen and not behind:
+                assert each.wire_bytes <= 2 * 8 * BATCH * WIDTH * before
+
+
+@pytest.mark.parametrize("axis", ["cp", "cp:zigzag"])
+def test_keys_travel_as_far_as_they_are_seen(axis: str) -> None:
+    """With windows of 3 positions 2 rows go to the next rank, and their gradients come back; in zigzag all the way."""
+    torch.manual_seed(0)
+    compiled = check_step(Masking("window").double(), Mesh(cp=4), draw(16), TOLERANCE, axis)
+    row = 2 * 8 * BATCH * WIDTH
     sent = {each.name: (each.steps, each.wire_bytes) for each in compiled.collectives if "ring" in each.name}
-    assert sent == {"ring_attention": (1, chunk), "ring_attention_backward": (1, 2 * chunk)}
+    if axis == "cp":
+        assert sent == {"ring_attention": (1, 2 * row), "ring_attention_backward": (1, 4 * row)}
+    else:
+        assert sent["ring_attention"][0] == 3
+        assert sent["ring_attention"][1] < 3 * 4 * row
 
 
 def test_a_dump_says_how_attention_goes_round_and_what_its_mask_is() -> None:
