@@ -95,6 +95,7 @@ def test_a_suggestion_shows_itself_in_one_line(suggested: tuple[Suggestion, ...]
     assert [repr(each) for each in suggested] == [f"<{each.summary()}>" for each in suggested]
 
 
+@pytest.mark.xdist_group("suggested")
 def test_parallelize_takes_a_suggestion_as_it_is(suggested: tuple[Suggestion, ...]) -> None:
     model, args = small_model()
     expected = model(*args).item()
