@@ -10,28 +10,32 @@ WHEEL := build/wheel
 PYTEST := $(BIN)/python -m pytest
 IN_PARALLEL := -n 2 --dist loadgroup
 
-.PHONY: demo test test-all sweep soak conformance bench cuda ray lint format types wheel-test dist docs readme examples clean
+.PHONY: demo test test-all sweep soak bytecode conformance bench cuda ray
+.PHONY: lint format types wheel-test dist docs readme examples clean
 
 demo: $(VENV)/installed  # torch says that it has no numpy; shardc needs none
 	PYTHONWARNINGS='ignore:Failed to initialize NumPy' $(BIN)/python examples/demo.py
 
-test: $(VENV)/installed-test
-	$(BIN)/python -m compileall -q shardc passes runtime  # once, and not in each process that a test starts
+test: $(VENV)/installed-test bytecode
 	$(PYTEST) $(IN_PARALLEL)
 
 # Everything: the conformance suites, and the tests of make test and make sweep in one run, but for those of a few of the
 # suites' own cases.
-test-all: conformance
+test-all: bytecode conformance
 	$(PYTEST) $(IN_PARALLEL) -m "not soak and not share"
 
 # More cases of what make test holds on a few; the README's jobs of several processes.
-sweep: $(VENV)/installed-test
+sweep: $(VENV)/installed-test bytecode
 	$(PYTEST) $(IN_PARALLEL) -m "sweep and not soak"
 
 # Every mismatch between ranks, every way for a rank to die, every reading, flipped bits, killed saves, costs at 50 sizes:
 # about 15 minutes.
 soak: $(VENV)/installed-test
 	$(PYTEST) -m soak
+
+# Made once, and not in each process that a test starts.
+bytecode: $(VENV)/installed-test
+	$(BIN)/python -m compileall -q shardc passes runtime examples tests/support
 
 conformance: $(VENV)/installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.conformance all
