@@ -104,14 +104,16 @@ def test_a_change_gives_what_a_fresh_compile_gives_and_leaves_the_first_as_it_wa
 ) -> None:
     model, asked = MODELS[name]()
     compiled = shardc.compile(model, **asked)
+    before = printed(compiled)
     for change, is_captured in CHANGES[name]:
-        before, count = printed(compiled), len(captures)
+        count = len(captures)
         changed = compiled.recompile(**change)
         assert len(captures) == count + is_captured, change
         asked |= change
-        assert printed(changed) == printed(shardc.compile(model, **asked)), change
+        after = printed(changed)
+        assert after == printed(shardc.compile(model, **asked)), change
         assert printed(compiled) == before, change
-        compiled = changed
+        compiled, before = changed, after
 
 
 def test_the_changed_program_runs() -> None:
