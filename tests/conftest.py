@@ -31,13 +31,15 @@ SOAKED = tuple(f"runtime/{room}" for room in (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Put all tests of the gloo processes into one group, hence one worker of pytest-xdist; mark what is a soak.
 
-    xdist writes the group into each test's name, where pytest 9.2 no longer reads it.
+    In that group those that start processes of their own come last, when the shared ones have ended. xdist writes the
+    group into each test's name, where pytest 9.2 no longer reads it.
     """
     for item in items:
         if "gloo" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("gloo"))
         if item.get_closest_marker("sweep") and item.path.relative_to(TESTS).as_posix().startswith(SOAKED):
             item.add_marker(pytest.mark.soak)
+    items.sort(key=_starts_its_own)
     yield
     for item in items:
         if "_nodeid" in vars(item):
@@ -59,9 +61,16 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """End the gloo processes after the last test of their group: idle, their threads take half a processor."""
-    if nextitem is not None and _group(item) == "gloo" and _group(nextitem) != "gloo":
+    """End the gloo processes after the last test that uses them: idle, their threads take a part of a processor."""
+    if nextitem is not None and _group(item) == "gloo" and "gloo" not in getattr(nextitem, "fixturenames", ()):
         POOL.close()
+
+
+def _starts_its_own(item: pytest.Item) -> bool:
+    """Whether it is of the group of the gloo processes, and uses others; False without ``--dist loadgroup``."""
+    if not getattr(item.config.option, "loadgroup", False) or "gloo" in getattr(item, "fixturenames", ()):
+        return False
+    return any("gloo" in mark.args for mark in item.iter_markers("xdist_group"))
 
 
 def _group(item: pytest.Item) -> str:
