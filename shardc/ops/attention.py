@@ -111,6 +111,7 @@ class Ring:
         chunks = f"{self.count} chunks of {self.queries} queries and {self.keys} keys"
         words = [chunks, "causal" if self.is_causal else "", ZIGZAG if any(self.in_zigzag) else ""]
         words.append("" if self.travels else "all keys on each rank")
+        words.append(f"the busiest rank does {self.imbalance:.2f} of the mean" if self.imbalance > 1.05 else "")
         return ", ".join([*filter(None, words), *([f"mask {self.mask}"] if self.mask else [])])
 
     @property
@@ -144,7 +145,8 @@ class Ring:
     @property
     def imbalance(self) -> float:
         """Work of the busiest rank beside the mean of all; 1 for masks, whose tiles may be many."""
-        return _imbalance(self) if self.is_causal and self.mask is None and self.count <= MOST_COUNTED else 1.0
+        is_known = isinstance(self.count, int) and self.count <= MOST_COUNTED
+        return _imbalance(self) if is_known and self.is_causal and self.mask is None else 1.0
 
     def tiles(self, index: int, source: int | None) -> Iterator[Tile]:
         """What the queries of a chunk see of the keys of another chunk, or of all, in tiles; causal ones are square."""
@@ -405,17 +407,12 @@ rule(ring_attention_backward, partial(_ring_rule, first=1))
 
 
 def ring_flops(target: Any, args: tuple[Any, ...]) -> int:
-    """Operations of a call of ``RINGS``, from its arguments with shapes for tensors: every query meets all keys.
-
-    On one rank those of the busiest.
-    """
+    """Operations of a call of ``RINGS``, from its arguments with shapes for tensors: every query meets all keys."""
     first, _, _, values, *others = args
-    ring = Ring(*values)
     (q, k, v) = (first, *others[:2]) if target is ring_attention else others[:3]
-    is_whole = q[POSITIONS] == ring.queries
-    k, v = ((*shape[:2], ring.keys, shape[3]) for shape in (k, v))
+    k, v = ((*shape[:2], Ring(*values).keys, shape[3]) for shape in (k, v))
     count: int = sdpa_flop_count(q, k, v) if target is ring_attention else sdpa_backward_flop_count(first, q, k, v)
-    return count if is_whole else round(count * ring.imbalance)
+    return count
 
 
 def ring_bytes(target: Any, ring: Ring, keys: TensorType, values: TensorType) -> int:

@@ -162,14 +162,11 @@ def test_a_causal_ring_in_zigzag_gives_all_ranks_the_same_work(count: int) -> No
     assert in_order.imbalance == pytest.approx(2 - 1 / count, rel=0.05)
 
 
-def test_the_busiest_rank_of_a_ring_is_the_one_that_is_timed() -> None:
-    model, inputs = Attending(), draw(64, dtype=torch.float32)
-    flops = [
-        compile(model, Mesh(cp=count), {"x": P(None, axis)}, kwargs=inputs, attention="ring").cost.flops
-        for count, axis in ((1, "cp"), (4, "cp"), (4, "cp:zigzag"))
-    ]
-    assert flops[2] == flops[0] / 4
-    assert 1.2 * flops[2] < flops[1] < 1.75 * flops[2]
+def test_a_dump_says_what_the_busiest_rank_has_to_do() -> None:
+    inputs = draw(64, dtype=torch.float32)
+    for axis, is_said in (("cp", True), ("cp:zigzag", False)):
+        compiled = compile(Attending(), Mesh(cp=4), {"x": P(None, axis)}, kwargs=inputs, attention="ring")
+        assert ("the busiest rank does 1.74 of the mean" in compiled.dump()) == is_said
 
 
 # Masks that a model makes.
