@@ -223,7 +223,7 @@ class _Order:
             return
         if program.options.attention == ULYSSES:
             raise _whole_positions(program, node, folds[0])
-        of_queries, of_keys = ({POSITIONS: own[POSITIONS]} if own else {} for own in orders)
+        of_queries, of_keys = (self._in_ring(own, folds[0]) for own in orders)
         wanted = {q: of_queries, k: of_keys, v: of_keys}
         wanted |= {given[name]: of_queries for name in ("grad_out", "grad_out_", "out", "logsumexp") if name in given}
         for operand in filter(None, operands(node)):
@@ -238,6 +238,12 @@ class _Order:
                 self.folds[program.value(result)] = own
         for result in filter(None, results):
             self.is_data.setdefault(program.value(result)[0], False)
+
+    @staticmethod
+    def _in_ring(own: Folds, fold: Fold) -> Folds:
+        """The order of queries, or of keys, in a ring over ranks that have positions as ``fold`` says."""
+        is_like_it = own and replace(own[POSITIONS], length=fold.length) == fold
+        return own if is_like_it else {}
 
     def leave(self) -> None:
         """Bring what the graph returns back in order."""

@@ -104,7 +104,7 @@ def _ways(plan: CutPlan, node: fx.Node) -> Iterator[Way]:
             continue
         sharding, shape = plan.arrivals.shardings[value], program.value_type(value).shape
         for factor, cut in factor_cuts(dims, sharding.dims, shape, rule.sizes).items():
-            if factor not in kept or cut.minor or not used.isdisjoint(cut.axes):
+            if factor not in kept or cut.minor or any(part.overlaps(own) for part in cut.axes for own in used):
                 continue
             if any(part.name == MICROBATCH for part in cut.axes):
                 continue  # they follow one another

@@ -64,7 +64,13 @@ def _rule(call: OpCall) -> Rule:
     spec = " ".join(names)
     if is_exchanged:
         return make_rule(f"{spec} -> {spec}", call, chunks={"t": 1}, linear="0")
-    return make_rule(f"{spec} -> {spec}", call, sizes={"o": outer, "i": inner}, whole="t", linear="0")
+    return make_rule(f"{spec} -> {spec}", call, sizes={"o": outer, "i": inner}, whole="t i", linear="0")
 
 
-rule((zigzag, in_order), _rule)
+def _local(call: OpCall, shard: OpCall) -> dict[int, int]:
+    """A rank may have some of what is before the positions."""
+    _, dim, outer, *_ = call.args
+    return {2: shard.operand.shape[dim] * outer // max(1, call.operand.shape[dim])}
+
+
+rule((zigzag, in_order), _rule, local=_local)

@@ -30,6 +30,13 @@ def _visible(x: Tensor) -> Tensor:
     return _number(x).unsqueeze(1) >= _number(x)
 
 
+def _attend_to_halves(x: Tensor) -> Tensor:
+    """Each position gives two keys, those of all first halves of channels before those of all second ones."""
+    keys = x.unflatten(2, (2, -1)).transpose(1, 2).flatten(1, 2).unsqueeze(1)
+    result = scaled_dot_product_attention(x[..., : keys.shape[-1]].unsqueeze(1), keys, keys, is_causal=True)
+    return result.squeeze(1).repeat(1, 1, 2)
+
+
 ALONG: dict[str, Callable[[Tensor], Tensor]] = {
     "positions": lambda x: x * torch.sin(_number(x).unsqueeze(1) / torch.arange(1, WIDTH + 1)),
     "flattened with the batch": lambda x: (x.reshape(-1, WIDTH) * 2).view_as(x),
@@ -58,6 +65,7 @@ ALONG: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax written out": lambda x: (x @ x.mT).masked_fill(~_visible(x), -torch.inf).softmax(-1) @ x,
     "causal attention": _attend,
     "attention in a window": lambda x: _attend(x, (_number(x).unsqueeze(1) - _number(x)).abs() < 3),
+    "attention to halves": _attend_to_halves,
     "annotated in order": lambda x: annotate(x * 2, P(None, "cp")),
     "annotated in zigzag": lambda x: annotate(x * 2, P(None, "cp:zigzag")),
     "annotated as whole": lambda x: annotate(x * 2, P()),
@@ -98,6 +106,34 @@ def check_chain(names: list[str], mesh: Mesh, length: int, inputs: tuple[str, ..
 @pytest.mark.parametrize("name", ALONG)
 def test_what_a_model_does_along_positions_is_that_of_one_device(name: str) -> None:
     check_chain([name], Mesh(cp=2), 8)
+
+
+@pytest.mark.parametrize("count", [3, 4])
+def test_keys_may_have_positions_in_another_order_than_queries(count: int) -> None:
+    check_chain(["attention to halves"], Mesh(cp=count), 8)
+
+
+class Crossed(nn.Module):
+    """Causal attention of one sequence to another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        q, k = (self.layer(each).unsqueeze(1) for each in (x, y))
+        return scaled_dot_product_attention(q, k, k, is_causal=True).squeeze(1).cumsum(1).square().mean()
+
+
+def test_queries_and_keys_in_zigzag_over_axes_of_other_sizes_are_those_of_one_device() -> None:
+    torch.manual_seed(0)
+    model, given = Crossed().double(), {name: torch.randn(2, 12, WIDTH).double() for name in "xy"}
+    axes = {"x": P(None, "a:zigzag"), "y": P(None, "b:zigzag")}
+    loss, gradients = compile(model, Mesh(a=2, b=3), axes, kwargs=given).simulate(**given)
+    expected = model(**given)
+    torch.testing.assert_close(loss, expected, rtol=TOLERANCE, atol=TOLERANCE)
+    (wanted,) = torch.autograd.grad(expected, [model.layer.weight])
+    torch.testing.assert_close(gradients["layer.weight"], wanted, rtol=0, atol=TOLERANCE)
 
 
 @settings(max_examples=12)
