@@ -100,6 +100,8 @@ def _ring(along: Along) -> tuple[Ring, list[Placed]]:
     if mask is None:
         return ring, []
     made, leaves = mask_program(program, mask)
+    if not leaves:
+        return ring, []
     return replace(ring, travels=travels and not made.may_lower, made_by=astuple(made)), leaves
 
 

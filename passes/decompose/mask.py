@@ -24,15 +24,22 @@ Placed = tuple[fx.Node, tuple[int | None, ...]]  # a value, and for each of its 
 
 
 def mask_program(program: Program, mask: fx.Node) -> tuple[Mask, list[Placed]]:
-    """How a mask is made, and the values that it is made of; the mask itself where it is not made of vectors."""
+    """How a mask is made, and the values that it is made of; the mask itself where it is not made of vectors.
+
+    Of nothing where it is 0 everywhere, as one is that a model makes for want of another.
+    """
     finder, place = _Finder(program), tuple(range(NDIM))[NDIM - len(program.type(mask).shape) :]
     finder.enter(mask, place)
     wide = [node for node, dims in finder.leaves if finder.is_wide(node, dims)]
+    as_it_is = Mask((Leaf("both", is_float=True),)), [(mask, place)]
     if len(finder.steps) > MOST_STEPS or any(program.type(node).dtype != torch.bool for node in wide):
-        return Mask((Leaf("both", is_float=True),)), [(mask, place)]
+        return as_it_is
     places = {each: i for i, each in enumerate((*finder.leaves, *finder.steps))}
     steps = tuple(finder.step(*each, places) for each in finder.steps)
-    return Mask(tuple(finder.leaf(*each) for each in finder.leaves), steps), list(finder.leaves)
+    made = Mask(tuple(finder.leaf(*each) for each in finder.leaves), steps)
+    if not finder.leaves and not made.shows(range(1), range(1)):  # a number other than 0
+        return as_it_is
+    return made, list(finder.leaves)
 
 
 def as_wide(emit: Emitter, leaf: Leaf, node: fx.Node, place: Sequence[int | None]) -> fx.Node:

@@ -65,6 +65,7 @@ ALONG: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax written out": lambda x: (x @ x.mT).masked_fill(~_visible(x), -torch.inf).softmax(-1) @ x,
     "causal attention": _attend,
     "attention in a window": lambda x: _attend(x, (_number(x).unsqueeze(1) - _number(x)).abs() < 3),
+    "attention with a mask of zeros": lambda x: _attend(x, torch.zeros(x.shape[1], x.shape[1], dtype=x.dtype)),
     "attention to halves": _attend_to_halves,
     "annotated in order": lambda x: annotate(x * 2, P(None, "cp")),
     "annotated in zigzag": lambda x: annotate(x * 2, P(None, "cp:zigzag")),
