@@ -31,7 +31,7 @@ def mask_program(program: Program, mask: fx.Node) -> tuple[Mask, list[Placed]]:
     finder, place = _Finder(program), tuple(range(NDIM))[NDIM - len(program.type(mask).shape) :]
     finder.enter(mask, place)
     wide = [node for node, dims in finder.leaves if finder.is_wide(node, dims)]
-    as_it_is = Mask((Leaf("both", is_float=True),)), [(mask, place)]
+    as_it_is: tuple[Mask, list[Placed]] = Mask((Leaf("both", is_float=True),)), [(mask, place)]
     if len(finder.steps) > MOST_STEPS or any(program.type(node).dtype != torch.bool for node in wide):
         return as_it_is
     places = {each: i for i, each in enumerate((*finder.leaves, *finder.steps))}
