@@ -159,7 +159,10 @@ def resolve(program: Program, matched: Matched, mesh: Mesh) -> tuple[Pin, ...]:
         open_ = frozenset(dim for dim in range(len(type_.shape)) if entry.spec.is_open(dim))
         priorities, zigzags = entry.spec.priorities(len(type_.shape)), tuple(entry.spec.zigzags.items())
         if zigzags and kind != "input":
-            what, problem = entry.text, "only positions of inputs, and of values in the model, are put in zigzag"
+            what, problem = (
+                entry.text,
+                "only positions of inputs, of modules and of values in the model are put in zigzag",
+            )
             errors.append(ShardingError(entry.who(kind), what, problem, f"write {entry.spec.in_order()!r}"))
             continue
         pins.append(Pin(entry.name, kind, sharding, open_, entry.text, priorities, zigzags=zigzags))

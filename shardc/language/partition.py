@@ -95,6 +95,9 @@ class P:
         for dim, entry in enumerate(self.entries):
             if not _is_entry(entry):
                 raise _no_entry(self, dim)
+            if any(name.endswith(_ZIGZAG) for name in _axes_of(entry)) and not _is_zigzag(entry):
+                what, problem = f"entry {dim} is {entry!r}", "positions are in zigzag over one axis, a whole one"
+                raise ShardingError(repr(self), what, problem, f"write 'cp{_ZIGZAG}' alone")
         if isinstance(priority, tuple):
             self.priority = self._one_priority(priority)
 
@@ -218,6 +221,10 @@ def _is_entry(entry: object) -> bool:
     return entry is None or isinstance(entry, (Blocks, _Open)) or all(isinstance(name, str) and name for name in names)
 
 
+def _is_zigzag(entry: Entry) -> bool:
+    return isinstance(entry, str) and entry.removesuffix(_ZIGZAG).isidentifier()
+
+
 def _no_entry(spec: P, dim: int) -> ShardingError:
     entry: object = spec.entries[dim]
     if entry is Ellipsis:
@@ -242,10 +249,6 @@ def _dim_sharding(entry: Entry, mesh: Mesh, size: int) -> DimSharding:
             raise ShardingError("", f"size {size}", problem, f"use a block count that divides {size}")
         return DimSharding((), ((size // entry.count, tuple(_users_part(axis, mesh) for axis in entry.axes)),))
     names = _axes_of(entry)
-    zigzag = next((name for name in names if name.endswith(_ZIGZAG)), None)
-    if zigzag and len(names) > 1:
-        problem, remedy = "positions are in zigzag over one axis", f"write {zigzag!r} alone"
-        raise ShardingError("", f"{zigzag!r} beside other axes", problem, remedy)
     return DimSharding(tuple(_users_part(name.removesuffix(_ZIGZAG), mesh) for name in names))
 
 
@@ -268,7 +271,8 @@ def parse_part(text: str, mesh: Mesh) -> AxisPart:
     mesh.axis_size(name)
     pre, _, size = rest.removeprefix("(").partition(")")
     if not (pre.isdecimal() and size.isdecimal() and int(pre) and int(size)):
-        raise ShardingError("", f"axis part {text!r}", "a part reads axis:(pre)size", "write for example 'tp:(2)2'")
+        remedy = f"write for example 'tp:(2)2', or 'cp{_ZIGZAG}' for positions"
+        raise ShardingError("", f"axis part {text!r}", "a part reads axis:(pre)size", remedy)
     return AxisPart(name, int(pre), int(size))
 
 

@@ -36,6 +36,8 @@ def zigzag(x: Tensor, dim: int, outer: int, inner: int, count: int, is_whole: bo
 
     The dim is seen as ``[outer, positions, inner]``. ``is_whole``: every rank has all of them, and takes its own.
     """
+    if x.is_meta:  # whose sizes may be symbols, which a loop over stretches would make numbers
+        return torch.empty_like(x)
     apart = _apart(x, dim, outer, inner)
     pieces = [apart.narrow(dim + 1, each.start, len(each)) for each in in_zigzag(apart.shape[dim + 1], count)]
     return torch.cat(pieces, dim + 1).reshape(x.shape) if pieces else x.clone()
@@ -43,6 +45,8 @@ def zigzag(x: Tensor, dim: int, outer: int, inner: int, count: int, is_whole: bo
 
 def in_order(x: Tensor, dim: int, outer: int, inner: int, count: int, is_whole: bool = False) -> Tensor:
     """The inverse of ``zigzag``."""
+    if x.is_meta:
+        return torch.empty_like(x)
     apart, at, pieces = _apart(x, dim, outer, inner), 0, dict[int, Tensor]()
     for each in in_zigzag(apart.shape[dim + 1], count):
         pieces[each.start] = apart.narrow(dim + 1, at, len(each))

@@ -95,7 +95,7 @@ ANNOTATIONS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"up.weight": P("tp:2")},
         "parameter 'up.weight': P('tp:2') on shape [16, 8], dim 0: axis part 'tp:2'\n"
         "  a part reads axis:(pre)size\n"
-        "  write for example 'tp:(2)2'",
+        "  write for example 'tp:(2)2', or 'cp:zigzag' for positions",
     ),
     "an output without a match": (
         lambda: {"output:out": P("dp")},
@@ -242,7 +242,7 @@ CALLS: dict[str, tuple[Callable[[shardc.Compiled], object], str]] = {
     ),
     "no such pass": (
         lambda compiled: compiled.at("propagte"),
-        "pass 'propagte': the passes are capture, cut_stages, canonicalize, keep_dims, cut_blocks, propagate, "
+        "pass 'propagte': the passes are capture, cut_stages, canonicalize, keep_dims, order_positions, cut_blocks, propagate, "
         "decompose, insert_reshards, store, accumulate, lower_reshards, fuse_collectives, mask_padding, rematerialize, "
         "bucket_collectives, overlap_collectives, localize\n"
         "  there is no such pass\n"

@@ -73,7 +73,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: compile({"x": P("tp:(0)2")}),
         "input 'x': P('tp:(0)2') on shape [4, 8], dim 0: axis part 'tp:(0)2'\n"
         "  a part reads axis:(pre)size\n"
-        "  write for example 'tp:(2)2'",
+        "  write for example 'tp:(2)2', or 'cp:zigzag' for positions",
     ),
     "a list of axes": (
         lambda: P(["dp", "tp"]),  # type: ignore[arg-type]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardc import Mesh, P, ShardingError
+from shardc import Mesh, P, ShardingError, blocks
 from shardc.ops.zigzag import in_order, in_zigzag, stretches, zigzag
 
 
@@ -42,15 +44,18 @@ def test_an_annotation_says_zigzag_as_it_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "said"),
-    [
-        (P(("dp", "cp:zigzag")), "positions are in zigzag over one axis"),
-        (P("sp:zigzag"), "it has no such axis"),
-        (P("cp:zigzags"), "a part reads axis:(pre)size"),
-    ],
-    ids=["two axes", "no axis", "a slip"],
+    "entry", [("dp", "cp:zigzag"), ("cp:zigzag", P.OPEN), "cp:(1)2:zigzag", blocks(2, "cp:zigzag")], ids=str
 )
-def test_what_is_no_zigzag_is_an_error(spec: P, said: str) -> None:
+def test_zigzag_goes_with_nothing_else(entry: Any) -> None:
     with pytest.raises(ShardingError) as error:
-        spec.sharding(Mesh(dp=2, cp=2), (8,), "x")
+        P(None, entry)
+    assert "write 'cp:zigzag' alone" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"), [("sp:zigzag", "it has no such axis"), ("cp:zigzags", "or 'cp:zigzag' for positions")]
+)
+def test_what_is_no_zigzag_is_an_error(spec: str, said: str) -> None:
+    with pytest.raises(ShardingError) as error:
+        P(spec).sharding(Mesh(dp=2, cp=2), (8,), "x")
     assert said in str(error.value)
