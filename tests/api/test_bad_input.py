@@ -242,9 +242,9 @@ CALLS: dict[str, tuple[Callable[[shardc.Compiled], object], str]] = {
     ),
     "no such pass": (
         lambda compiled: compiled.at("propagte"),
-        "pass 'propagte': the passes are capture, cut_stages, canonicalize, keep_dims, order_positions, cut_blocks, propagate, "
-        "decompose, insert_reshards, store, accumulate, lower_reshards, fuse_collectives, mask_padding, rematerialize, "
-        "bucket_collectives, overlap_collectives, localize\n"
+        "pass 'propagte': the passes are capture, cut_stages, canonicalize, keep_dims, order_positions, cut_blocks, "
+        "propagate, decompose, insert_reshards, store, accumulate, lower_reshards, fuse_collectives, mask_padding, "
+        "rematerialize, bucket_collectives, overlap_collectives, localize\n"
         "  there is no such pass\n"
         "  did you mean propagate?",
     ),
