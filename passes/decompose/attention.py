@@ -19,13 +19,14 @@ from shardc.ops.attention import (
     ring_attention,
     ring_attention_backward,
     ring_bytes,
-)  # fmt: skip
+)
+from shardc.ops.mask import has_rows
 from shardc.ops.zigzag import zigzag
 from shardc.options import AUTO, GATHER, ULYSSES
 from shardc.program.program import Program
 
 from .along import Along, Results, Windowed
-from .mask import ROWS, Placed, as_wide, has_rows, mask_program
+from .mask import ROWS, Placed, as_wide, mask_program
 
 HEADS = 1  # the dim of queries and keys
 

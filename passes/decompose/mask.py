@@ -55,11 +55,6 @@ def as_wide(emit: Emitter, leaf: Leaf, node: fx.Node, place: Sequence[int | None
     return node if is_as_it_is else emit(aten.reshape.default, node, shape)
 
 
-def has_rows(shape: Sequence[int]) -> bool:
-    """Whether a leaf with the dims of a mask has a row for each query."""
-    return len(shape) == NDIM and shape[ROWS] > 1
-
-
 class _Finder:
     """Walks from a mask to the vectors that it is made of.
 

@@ -217,17 +217,16 @@ class _Order:
         orders = [self._own(program.value(x)) for x in (q, k)]
         mask = given.get("grad_input_mask")
         folds = [fold for own in orders for dim, fold in own.items() if dim == POSITIONS and _is_plain(fold)]
-        if not folds or any(dim != POSITIONS for own in orders for dim in own) or (mask and mask[3]):
-            for operand in filter(None, operands(node)):
-                node.replace_input_with(operand, self.get(operand, {}))
-            return
-        if program.options.attention == ULYSSES:
+        is_ring = folds and all(dim == POSITIONS for own in orders for dim in own) and not (mask and mask[3])
+        if is_ring and program.options.attention == ULYSSES:
             raise _whole_positions(program, node, folds[0])
-        of_queries, of_keys = (self._in_ring(own, folds[0]) for own in orders)
+        of_queries, of_keys = (self._in_ring(own, folds[0]) if is_ring else {} for own in orders)
         wanted = {q: of_queries, k: of_keys, v: of_keys}
         wanted |= {given[name]: of_queries for name in ("grad_out", "grad_out_", "out", "logsumexp") if name in given}
         for operand in filter(None, operands(node)):
             node.replace_input_with(operand, self.get(operand, wanted.get(operand, {})))
+        if not is_ring:
+            return
         along = Along(Emitter(program, node), POSITIONS, folds[0].count)
         results = as_ring(along, (bool(of_queries), bool(of_keys)))
         assert isinstance(results, list)

@@ -26,9 +26,9 @@ from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 from shardc.language.partition import ZIGZAG
 from shardc.language.rule import OpCall, Rule, make_rule, rule
 from shardc.language.sharding import TensorType, ceil_div
-from shardc.ops.mask import Mask, mask_of
+from shardc.ops.mask import Mask, has_rows, mask_of
 from shardc.ops.reduction import wide_dtype
-from shardc.ops.zigzag import in_order, stretches, zigzag
+from shardc.ops.zigzag import in_order, in_zigzag, stretches, zigzag
 
 aten = torch.ops.aten
 
@@ -173,10 +173,7 @@ class Ring:
     def _keys(self, source: int | None) -> list[_Run]:
         if source is not None:
             return _runs(self.keys, self.count, source, self.in_zigzag[1])
-        sources = range(self.count) if self.in_zigzag[1] else ()
-        return _side_by_side(run for i in sources for run in stretches(self.keys, self.count, i)) or [
-            _Run(range(self.keys))
-        ]
+        return _side_by_side(in_zigzag(self.keys, self.count) if self.in_zigzag[1] else [range(self.keys)])
 
     def _tiles_of(self, run: _Run, other: _Run) -> Iterator[Tile]:
         """The tiles of a run of queries and a run of keys."""
@@ -316,7 +313,7 @@ class Tile:
         mask, length = None, self.columns.stop - self.columns.start
         if self.is_masked:
             assert ring.mask is not None
-            rows = [leaf[..., self.rows, :] if leaf.ndim > 1 and leaf.shape[-2] > 1 else leaf for leaf in leaves]
+            rows = [leaf[..., self.rows, :] if has_rows(leaf.shape) else leaf for leaf in leaves]
             pieces = [x.narrow(-1, self.start, length) if x.ndim and x.shape[-1] > 1 else x for x in rows]
             mask = ring.mask.make(pieces)
         return Scores(mask, self.is_causal, ring.scale)
@@ -387,10 +384,7 @@ def ring_attention_backward(
 
 def _whole_scores(ring: Ring, leaves: Sequence[Tensor]) -> Scores:
     if ring.in_zigzag[0]:
-        has_rows = (leaf.ndim > 1 and leaf.shape[-2] == ring.queries for leaf in leaves)
-        leaves = [
-            in_order(x, x.ndim - 2, 1, 1, ring.count) if has else x for x, has in zip(leaves, has_rows, strict=True)
-        ]
+        leaves = [in_order(x, x.ndim - 2, 1, 1, ring.count) if has_rows(x.shape) else x for x in leaves]
     return Scores(None if ring.mask is None else ring.mask.make(leaves), ring.is_causal, ring.scale)
 
 

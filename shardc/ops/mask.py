@@ -111,6 +111,11 @@ class Mask:
         return True if values[-1] == (0, 0) else False if values[-1][1] == -inf else None
 
 
+def has_rows(shape: Sequence[int]) -> bool:
+    """Whether a leaf of this shape has a row for each query."""
+    return len(shape) > 1 and shape[-2] > 1
+
+
 def op_named(name: str) -> Any:
     """The op of aten that a step names."""
     packet, _, overload = name.partition(".")

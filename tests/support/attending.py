@@ -59,6 +59,12 @@ def check_step(
     batch = "dp" if "dp" in mesh.axis_names else None
     cut = {name: P(batch, axis) for name in inputs if name != "mask"}
     compiled = compile(model, mesh, cut | options.pop("annotations", {}), kwargs=inputs, **options)
+    check_compiled(compiled, model, inputs, tolerance)
+    return compiled
+
+
+def check_compiled(compiled: Compiled, model: nn.Module, inputs: dict[str, Tensor], tolerance: float) -> None:
+    """The loss and the gradients of a step must be those of one device."""
     loss, gradients = compiled.simulate(**inputs)
     expected = model(**inputs)
     wanted = torch.autograd.grad(expected, list(model.parameters()))
@@ -66,7 +72,6 @@ def check_step(
     for (name, _), gradient in zip(model.named_parameters(), wanted, strict=True):
         largest = max(1.0, gradient.abs().max().item())
         torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=tolerance * largest, msg=name)
-    return compiled
 
 
 def kinds_sent(compiled: Compiled, phase: str = "forward") -> list[str]:

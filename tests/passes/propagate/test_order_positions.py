@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from attending import check_compiled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -95,13 +96,7 @@ def check_chain(names: list[str], mesh: Mesh, length: int, inputs: tuple[str, ..
     model = Chain(*names).double()
     given = {"x": torch.randn(2, length, WIDTH).double(), "ids": torch.randint(40, (2, length))}
     compiled = compile(model, mesh, {name: P(None, "cp:zigzag") for name in inputs}, kwargs=given)
-    loss, gradients = compiled.simulate(**given)
-    expected = model(**given)
-    wanted = torch.autograd.grad(expected, list(model.parameters()))
-    torch.testing.assert_close(loss, expected, rtol=TOLERANCE, atol=TOLERANCE)
-    for (name, _), gradient in zip(model.named_parameters(), wanted, strict=True):
-        most = max(1.0, gradient.abs().max().item())
-        torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=TOLERANCE * most, msg=name)
+    check_compiled(compiled, model, given, TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ALONG)
