@@ -31,12 +31,13 @@ from shardc.ops import (  # each file enters its rules in the table
     reduction,  # noqa: F401
     view,  # noqa: F401
     windowed,  # noqa: F401
+    zigzag,  # noqa: F401
 )
+
+POINTWISE = OpRule(pointwise_rule)
 
 
 def op_rule(target: Any) -> OpRule | None:
-    """The table's entry for an op; every pointwise op has one. None for an op without a rule, which runs whole."""
+    """The table's entry for an op, or that of pointwise ops. None for an op without a rule, which runs whole."""
     entry = RULES.get(target)
-    if entry is None and pointwise.is_pointwise(target):
-        entry = RULES[target] = OpRule(pointwise_rule)
-    return entry
+    return POINTWISE if entry is None and pointwise.is_pointwise(target) else entry

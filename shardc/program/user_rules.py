@@ -84,7 +84,7 @@ def register_rule(
     """
     op = overload_of(op)
     who = f"register_rule({op})"
-    if op in RULES and not override:
+    if op_rule(op) is not None and not override:
         remedy = "say override=True to put yours in its place"
         raise ShardingError(who, "it has a rule", "a second one would hide it", remedy)
     for name, value in (("linear", linear), ("whole", whole)):

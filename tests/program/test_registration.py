@@ -215,6 +215,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "  a second one would hide it\n"
         "  say override=True to put yours in its place",
     ),
+    "a rule of an op that torch tags as pointwise": (
+        lambda: register_rule(torch.ops.aten.erfinv.default, "... -> ..."),
+        "register_rule(aten.erfinv.default): it has a rule\n"
+        "  a second one would hide it\n"
+        "  say override=True to put yours in its place",
+    ),
     "several overloads": (
         lambda: register_rule(torch.ops.aten.sum, "a b -> a"),
         "op aten.sum: of type OpOverloadPacket\n"
