@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from shardc.language.errors import CaptureError
+from shardc.ops.attention.rules import DROPPED, DROPPED_BACKWARD
 from shardc.ops.pointwise import unwritten
 from shardc.ops.random import poisson_quantile, seeded, uniform
 from shardc.program.node import ancestors, arguments, is_random
@@ -146,14 +147,17 @@ class Draw:
 
     def uniform(self, part: int = 0, shape: tuple[int, ...] | None = None) -> fx.Node:
         """Numbers in [0, 1) of the op's shape, in float32; another ``part`` draws others."""
-        shape = self.shape if shape is None else shape
+        return self.emit(uniform, self.random, self.key(part), self.index(self.shape if shape is None else shape))
+
+    def index(self, shape: tuple[int, ...], num_each: int = 1) -> fx.Node:
+        """The index of each element of a shape, or of the first of ``num_each`` in its place."""
         index = self.emit(aten.scalar_tensor.default, 0, dtype=torch.int64)
         for dim, size in enumerate(shape):
-            stride = math.prod(shape[dim + 1 :])
+            stride = math.prod(shape[dim + 1 :]) * num_each
             along = self.emit(aten.mul.Scalar, self.emit(aten.arange.default, size), stride)
             spread = [1] * dim + [size] + [1] * (len(shape) - dim - 1)
             index = self.emit(aten.add.Tensor, index, self.emit(aten.reshape.default, along, spread))
-        return self.emit(uniform, self.random, self.key(part), index)
+        return index
 
     def uniform_in(self, dtype: torch.dtype, part: int = 0) -> fx.Node:
         """The same numbers in a dtype; one of few bits keeps the leading ones, so that no number becomes 1."""
@@ -195,6 +199,7 @@ class Draw:
 # Distributions. A single result is cast to the op's dtype where it takes the op's place.
 
 
+ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _WIDE = 2**48  # more whole numbers than a fine uniform number tells apart
 
 
@@ -204,6 +209,23 @@ def _dropout(draw: Draw) -> Drawn:
     mask = draw.emit(aten.lt.Scalar, draw.uniform(), keep)
     kept = draw.emit(aten.mul.Tensor, draw.given["input"], draw.emit.cast(mask, draw.dtype))
     return draw.emit(aten.mul.Scalar, kept, 1.0 / keep if keep else 0.0), mask
+
+
+def _attention(draw: Draw) -> Drawn:
+    """Attention with dropout, and its backward, which drops the same: as ops that know which draw that is."""
+    program, node, given = draw.program, draw.emit.node, draw.given
+    q, k, v = (given[name] for name in ("query", "key", "value"))
+    first = draw.index(draw.emit.shape(q)[:3], draw.emit.shape(k)[2])
+    drawn = draw.random, first, given["dropout_p"], draw.key(), given["is_causal"], given["attn_mask"], given["scale"]
+    users = {user for item in node.users for user in item.users if user.target is ATTENTION_BACKWARD}
+    for user in sorted(users):
+        with program.graph.inserting_before(user):
+            emit = Emitter(program, user)
+            read = (emit.given[name] for name in ("grad_out", "query", "key", "value", "out", "logsumexp"))
+            program.replace(user, emit.results(emit(DROPPED_BACKWARD, *read, *drawn)))
+    out, lse = draw.emit.results(draw.emit(DROPPED, q, k, v, *drawn))
+    assert out is not None and lse is not None
+    return out, lse
 
 
 def _bernoulli(draw: Draw) -> Drawn:
@@ -305,6 +327,7 @@ def _poisson(draw: Draw) -> Drawn:
 _Distribution = Callable[[Draw], Drawn]
 _NAMES: dict[_Distribution, str] = {
     _dropout: "native_dropout.default",
+    _attention: "_scaled_dot_product_flash_attention_for_cpu.default",
     _bernoulli: "bernoulli.p bernoulli.default bernoulli.Tensor",
     lambda draw: draw.uniform_in(draw.dtype): "rand.default rand.generator rand_like.default rand_like.generator",
     _uniform: "uniform.default",

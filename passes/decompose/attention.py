@@ -10,17 +10,9 @@ from torch import fx
 
 from shardc.language.errors import ShardingError
 from shardc.language.sharding import TensorType, ceil_div, num_shards
-from shardc.ops.attention import (
-    BACKWARD,
-    FORWARD,
-    POSITIONS,
-    RINGS,
-    Ring,
-    ring_attention,
-    ring_attention_backward,
-    ring_bytes,
-)
-from shardc.ops.mask import has_rows
+from shardc.ops.attention.mask import has_rows
+from shardc.ops.attention.ring import POSITIONS, Ring, ring_bytes
+from shardc.ops.attention.rules import BACKWARD, FORWARD, RINGS, ring_attention, ring_attention_backward
 from shardc.ops.zigzag import zigzag
 from shardc.options import AUTO, GATHER, ULYSSES
 from shardc.program.program import Program
@@ -55,7 +47,8 @@ def _sent(along: Along, ring: Ring, target: Any) -> int:
     """Bytes that one rank sends in a ring, or in its backward."""
     keys, values = (along.emit.type(along.given[name]) for name in ("key", "value"))
     chunk = ceil_div(keys.shape[POSITIONS], along.count)
-    return ring_bytes(target, ring, *(TensorType((*x.shape[:2], chunk, *x.shape[3:]), x.dtype) for x in (keys, values)))
+    chunks = (TensorType((*x.shape[:2], chunk, *x.shape[3:]), x.dtype) for x in (keys, values))
+    return ring_bytes(ring, *chunks, is_backward=target is ring_attention_backward)
 
 
 def _divides(along: Along) -> bool:
@@ -98,6 +91,7 @@ def _ring(along: Along) -> tuple[Ring, list[Placed]]:
     lengths = along.size(given["query"]), along.size(given["key"])
     family, travels = (FORWARD | BACKWARD)[along.node.target], program.options.attention != GATHER
     ring = Ring(family, along.count, *lengths, given["is_causal"], given["scale"], travels)
+    ring = replace(ring, dropout=given.get("dropout", 0.0), draw=given.get("draw", 0))
     if mask is None:
         return ring, []
     made, leaves = mask_program(program, mask)
@@ -115,6 +109,7 @@ def as_ring(along: Along, in_zigzag: tuple[bool, bool] = (False, False)) -> Resu
     ]
     if in_zigzag[0]:
         leaves = [emit(zigzag, x, ROWS, 1, 1, ring.count, True) if has_rows(emit.shape(x)) else x for x in leaves]
+    leaves += [given["random"], given["first"]] if ring.dropout else []
     q, k, v = (given[name] for name in ("query", "key", "value"))
     fixed, more = ((), POSITIONS, ring.values), emit.program.types(along.node)
     if along.node.target in FORWARD:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.ops.mask import CONSTANTS, REFERENCE, Leaf, Mask, Step
+from shardc.ops.attention.mask import AS_IT_IS, CONSTANTS, REFERENCE, Leaf, Mask, Step
 from shardc.ops.pointwise import is_pointwise
 from shardc.program.node import is_cast, operand
 from shardc.program.program import Program
@@ -31,7 +31,7 @@ def mask_program(program: Program, mask: fx.Node) -> tuple[Mask, list[Placed]]:
     finder, place = _Finder(program), tuple(range(NDIM))[NDIM - len(program.type(mask).shape) :]
     finder.enter(mask, place)
     wide = [node for node, dims in finder.leaves if finder.is_wide(node, dims)]
-    as_it_is: tuple[Mask, list[Placed]] = Mask((Leaf("both", is_float=True),)), [(mask, place)]
+    as_it_is: tuple[Mask, list[Placed]] = AS_IT_IS, [(mask, place)]
     if len(finder.steps) > MOST_STEPS or any(program.type(node).dtype != torch.bool for node in wide):
         return as_it_is
     places = {each: i for i, each in enumerate((*finder.leaves, *finder.steps))}

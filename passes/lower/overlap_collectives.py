@@ -33,7 +33,7 @@ from torch import fx
 
 from shardc.costs.count import flops_of_call
 from shardc.language.machine import LOCAL_KINDS
-from shardc.ops.attention import RINGS
+from shardc.ops.attention.rules import RINGS
 from shardc.program.collective import group_size
 from shardc.program.communication import bucket, is_collective, is_early, layer, members, move_before
 from shardc.program.lifetime import owners_of, split

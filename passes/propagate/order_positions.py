@@ -27,7 +27,8 @@ from shardc.language.errors import ShardingError
 from shardc.language.partition import P
 from shardc.language.rule import Dims, Rule
 from shardc.language.sharding import WHOLE
-from shardc.ops.attention import FORWARD, POSITIONS, is_attention
+from shardc.ops.attention.ring import POSITIONS
+from shardc.ops.attention.rules import FORWARD, is_attention
 from shardc.ops.zigzag import in_order, zigzag
 from shardc.options import ULYSSES
 from shardc.program.node import arguments, is_annotation, operands, set_operands
@@ -222,7 +223,8 @@ class _Order:
             raise _whole_positions(program, node, folds[0])
         of_queries, of_keys = (self._in_ring(own, folds[0]) if is_ring else {} for own in orders)
         wanted = {q: of_queries, k: of_keys, v: of_keys}
-        wanted |= {given[name]: of_queries for name in ("grad_out", "grad_out_", "out", "logsumexp") if name in given}
+        of_each = ("grad_out", "grad_out_", "out", "logsumexp", "first")
+        wanted |= {given[name]: of_queries for name in of_each if name in given}
         for operand in filter(None, operands(node)):
             node.replace_input_with(operand, self.get(operand, wanted.get(operand, {})))
         if not is_ring:

@@ -21,7 +21,7 @@ from shardc.language.cut import dims_sharding, factor_cuts
 from shardc.language.mesh import MICROBATCH
 from shardc.language.rule import Dims, Rule
 from shardc.language.sharding import WHOLE, DimSharding, Sharding
-from shardc.ops.attention import is_attention
+from shardc.ops.attention.rules import is_attention
 from shardc.program.node import ancestors, arguments, is_getitem
 from shardc.program.program import Program, Value
 from shardc.program.provenance import Origin, Shardings

@@ -53,18 +53,17 @@ def _words(tensor: Tensor) -> Tensor:
 def _weighted_sum(words: Tensor) -> Tensor:
     mixed = words * GOLDEN
     mixed ^= mixed >> 32
-    weights = _weights(words.device)[: words.numel()] if words.numel() <= CHUNK else _draw(words.numel(), words.device)
+    is_chunk = words.numel() <= CHUNK
+    weights = _cached_weights(CHUNK, words.device)[: words.numel()] if is_chunk else _weights(words.numel(), words.device)
     return torch.dot(mixed, weights) if mixed.device.type == "cpu" else (mixed * weights).sum()
 
 
-@lru_cache(maxsize=8)
-def _weights(device: torch.device) -> Tensor:
-    return _draw(CHUNK, device)
-
-
-def _draw(count: int, device: torch.device) -> Tensor:
+def _weights(count: int, device: torch.device) -> Tensor:
     """Odd pseudo-random numbers, the same everywhere: the mixing of splitmix64 (Steele et al. 2014), of 1, 2, 3, ..."""
     x = torch.arange(1, count + 1, device=device) * GOLDEN
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
     return x | 1
+
+
+_cached_weights = lru_cache(maxsize=8)(_weights)

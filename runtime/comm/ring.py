@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from shardc.language.partition import parse_parts
-from shardc.ops.attention import POSITIONS, Gradients, Joined, Ring
+from shardc.ops.attention.joining import Gradients, Joined
+from shardc.ops.attention.ring import POSITIONS, Ring
 from shardc.ops.reduction import wide_dtype
 
 from .comm import Comm, PartNames, Rows, Tensors

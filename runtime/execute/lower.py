@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.proxy import GraphAppendingTracer
 
-from shardc.ops.attention import RINGS, Ring
+from shardc.ops.attention.ring import Ring
+from shardc.ops.attention.rules import RINGS
 from shardc.ops.contraction import BoundDot, Steps, dot, stepped
 from shardc.program.collective import EXCHANGES, group_size
 from shardc.program.communication import bucket, members

@@ -54,7 +54,8 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
 class FunctionRewrites(TorchFunctionMode):
     """In the block some functions of torch run in another form, whose trace holds ops that have rules.
 
-    - Attention with dropout runs as separate ops, one of which draws; the fused kernels draw by themselves.
+    - Attention with dropout is one op, of which ``draw_random`` makes one that draws alike on every mesh; where that op
+      cannot do it, it is separate ops.
     - Recurrent layers with dropout between them run layer by layer.
     - Resampling stays one op. Torch's Python dispatcher would expand it into lookups of every pixel; of the op, a rank
       with a part of an image needs its neighbours' edges alone.
@@ -69,9 +70,8 @@ class FunctionRewrites(TorchFunctionMode):
         kwargs = kwargs or {}
         if (selected := self.masks.call(func, args, kwargs)) is not NotImplemented:
             return selected
-        if func is scaled_dot_product_attention and (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)):
-            with sdpa_kernel(SDPBackend.MATH):
-                return func(*args, **kwargs)
+        if func is scaled_dot_product_attention:
+            return _attention(*args, **kwargs)
         if func in LAYERED and (call := LayeredCall.of(args)).drops:
             return call.by_layers(func)
         if func is interpolate:
@@ -80,6 +80,44 @@ class FunctionRewrites(TorchFunctionMode):
             is_one_op = getattr(func, "__name__", "").partition(".")[0] in RESAMPLING
         with no_python_dispatcher() if is_one_op else nullcontext():
             return func(*args, **kwargs)
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """``scaled_dot_product_attention``; with dropout as the op for CPUs, which has the shapes of any device."""
+    run = partial(scaled_dot_product_attention, scale=scale, enable_gqa=enable_gqa)
+    if not dropout_p:
+        return run(query, key, value, attn_mask, is_causal=is_causal)
+    q, k, v = map(_as_autocast_does, (query, key, value))
+    mask = attn_mask
+    if mask is not None:
+        is_one_op = mask.ndim in (2, 3, 4) and not mask.requires_grad and not is_causal
+        mask = mask.unsqueeze(0) if mask.ndim == 3 else mask
+        if mask.dtype == torch.bool:
+            shown, hidden = (
+                torch.scalar_tensor(number, dtype=q.dtype, device=q.device) for number in (0.0, -torch.inf)
+            )
+            mask = torch.where(mask, shown, hidden)
+        mask = mask.to(q.dtype)
+    else:
+        is_one_op = True
+    has_four_dims = q.ndim == k.ndim == v.ndim == 4
+    if is_one_op and has_four_dims and 0.0 < dropout_p <= 1.0 and q.dtype == k.dtype == v.dtype:
+        is_like_it = k.shape == v.shape and (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
+        if is_like_it and (q.shape[1] == k.shape[1] or (enable_gqa and q.shape[1] % k.shape[1] == 0)):
+            op = aten._scaled_dot_product_flash_attention_for_cpu.default
+            return op(q, k, v, dropout_p, is_causal, attn_mask=mask, scale=scale)[0]
+    with sdpa_kernel(SDPBackend.MATH):
+        return run(query, key, value, attn_mask, dropout_p, is_causal)
+
+
+def _as_autocast_does(x: Tensor) -> Tensor:
+    """A tensor in the dtype that ``torch.autocast`` gives the operands of attention, where it is on."""
+    kind = x.device.type
+    is_cast = torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(kind)) if is_cast else x
 
 
 @contextmanager

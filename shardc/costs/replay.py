@@ -29,7 +29,8 @@ from shardc.language.mesh import MICROBATCH
 from shardc.language.partition import parse_parts
 from shardc.language.sharding import ceil_div, chunk_of, num_shards
 from shardc.language.words import PARTS, Part
-from shardc.ops.attention import ring_workspace
+from shardc.ops.attention.ring import ring_workspace
+from shardc.ops.attention.rules import ring_attention_backward
 from shardc.program.collective import mask_padding
 from shardc.program.communication import goes_round, is_collective, is_early, ring_of
 from shardc.program.lifetime import Parts, owners_of, split
@@ -140,7 +141,8 @@ class _Replay:
         if ring is None or not is_collective(node):
             return ()
         keys, values = (self.program.value_type(self.program.value(each)) for each in goes_round(node)[:2])
-        return (Block((node, -1), ring_workspace(node.target, ring, keys, values), "working"),)
+        nbytes = ring_workspace(ring, keys, values, is_backward=node.target is ring_attention_backward)
+        return (Block((node, -1), nbytes, "working"),)
 
     def new(self, value: Value, of: Value | None = None) -> Block:
         """A block for a value, of its class or of that ``of`` another value."""

@@ -29,7 +29,7 @@ from shardc.language.mesh import MICROBATCH
 from shardc.language.partition import parse_part
 from shardc.language.text import bytes_text, seconds_text
 from shardc.language.words import Part
-from shardc.ops.attention import RINGS
+from shardc.ops.attention.rules import RINGS
 from shardc.program.collective import Collective
 from shardc.program.communication import collective_at, is_collective
 from shardc.program.lifetime import split

@@ -2,7 +2,7 @@
 
 | file | ops |
 |---|---|
-| ``attention`` | torch's fused attention, and attention over cut positions |
+| ``attention`` | torch's fused attention, attention with dropout, and attention over cut positions |
 | ``contraction`` | ``mm``, ``bmm``, ``addmm``, ``dot`` of programs, ``grouped_mm`` of experts |
 | ``index`` | ``index``, ``gather``, ``scatter``, ``index_put``, ``take``, ``searchsorted``, ``embedding`` |
 | ``linalg`` | factorizations, solvers, distances, ``fft`` |
@@ -20,7 +20,6 @@ from typing import Any
 
 from shardc.language.rule import RULES, OpRule, pointwise_rule
 from shardc.ops import (  # each file enters its rules in the table
-    attention,  # noqa: F401
     contraction,  # noqa: F401
     index,  # noqa: F401
     linalg,  # noqa: F401
@@ -33,6 +32,7 @@ from shardc.ops import (  # each file enters its rules in the table
     windowed,  # noqa: F401
     zigzag,  # noqa: F401
 )
+from shardc.ops.attention import rules  # noqa: F401
 
 POINTWISE = OpRule(pointwise_rule)
 

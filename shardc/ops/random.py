@@ -1,4 +1,7 @@
-"""Random numbers that depend on seed, step, key and global index alone: the same bits on every mesh."""
+"""Random numbers that depend on seed, step, key and global index alone: the same bits on every mesh.
+
+A generator's own counter (Philox, as CUDA has it) follows the order of threads, which a mesh changes.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from torch import Tensor
 from shardc.language.rule import rule
 
 _GAMMA = 0x9E3779B97F4A7C15
+_MIX_32 = ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32))
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 
 
@@ -17,13 +21,16 @@ def uniform(random: Tensor, key: int, index: Tensor) -> Tensor:
     """Float32 in [0, 1), 24 bits each, of ``index``'s shape.
 
     ``random``: int64[2], seed and step. ``key``: which draw this is. ``index``: int64, the global index of each
-    element. Element ``i`` is output ``i`` of a SplitMix64 stream (Steele, Lea and Flood, 2014) whose state is seed,
-    step and key, mixed one after the other. Integers wrap modulo 2**64.
+    element. Seed, step and key, mixed one after the other, are the state of a stream of 64 bits. Element ``i`` is the
+    upper half of ``state + i * gamma``, a Weyl sequence, and the lower half of the state, mixed in 32 bits, in which
+    most devices compute fastest. Integers wrap.
     """
     if index.is_meta:
         return torch.empty_like(index, dtype=torch.float32)
-    bits = _mix(_stream(random, key) + (index + 1) * _signed(_GAMMA))
-    return _shift_right(bits, 40).to(torch.float32) * 2.0**-24
+    state = _stream(random, key)
+    upper = (index * _signed(_GAMMA)).add_(state).bitwise_right_shift_(32).to(torch.int32)
+    lower = ((state << 32) >> 32).to(torch.int32)
+    return (_mix_32(upper.bitwise_xor_(lower)) >> 8).bitwise_and_(2**24 - 1).to(torch.float32).mul_(2.0**-24)
 
 
 def poisson_quantile(rate: Tensor, chance: Tensor) -> Tensor:
@@ -84,6 +91,13 @@ def _mix(x: Tensor) -> Tensor:
     for shift, factor in _MIX:
         x = (x ^ _shift_right(x, shift)) * _signed(factor)
     return x ^ _shift_right(x, 31)
+
+
+def _mix_32(x: Tensor) -> Tensor:
+    """A bijection of 32 bits of which each changes about half of them (lowbias32, Wellons 2018). In place."""
+    for shift, factor in _MIX_32:
+        x.bitwise_xor_((x >> shift).bitwise_and_(2 ** (32 - shift) - 1)).mul_(factor)
+    return x.bitwise_xor_((x >> 16).bitwise_and_(2**16 - 1))
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:

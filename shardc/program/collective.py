@@ -21,7 +21,7 @@ from shardc.language.partition import parse_parts
 from shardc.language.sharding import DimSharding, Sharding, num_shards
 from shardc.language.size import plain
 from shardc.language.windows import overlap_add, rows_sent, windows
-from shardc.ops.attention import RINGS
+from shardc.ops.attention.rules import RINGS
 from shardc.program.provenance import Cause, cause_text
 
 

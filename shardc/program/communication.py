@@ -16,7 +16,8 @@ from shardc.language.machine import LOCAL_KINDS, CollectiveKind
 from shardc.language.mesh import axis_of
 from shardc.language.sharding import TensorType, dtype_name
 from shardc.language.windows import most_rows_sent, overlap_add
-from shardc.ops.attention import RINGS, Ring, ring_attention, ring_bytes
+from shardc.ops.attention.ring import Ring, ring_bytes
+from shardc.ops.attention.rules import RINGS, ring_attention_backward
 from shardc.ops.piece import fit
 from shardc.program.collective import (
     COLLECTIVES,
@@ -121,7 +122,7 @@ def collective_at(program: Program, node: fx.Node, count_rows: RowCount = most_r
         before = after = joined_type([program.local_type(each) for each in goes_round(node)])
         steps = ring.steps
         chunks = [type_ for each in goes_round(node)[:2] if (type_ := program.local_type(each))]
-        payload = wire = ring_bytes(node.target, ring, *chunks)
+        payload = wire = ring_bytes(ring, *chunks, is_backward=node.target is ring_attention_backward)
     elif not parts:  # of an exchange with neighbours
         dim, values = node.args[2:4]
         sends, receives = count_rows(values)  # type: ignore[arg-type]
@@ -153,7 +154,7 @@ def ring_of(node: fx.Node) -> Ring | None:
 
 def goes_round(node: fx.Node) -> tuple[fx.Node, ...]:
     """What a ring sends from rank to rank: keys and values, and in backward as much again for their gradients."""
-    is_forward = node.target is ring_attention
+    is_forward = node.target is not ring_attention_backward
     keys_and_values: Any = node.args[4:6] if is_forward else node.args[5:7]
     return keys_and_values if is_forward else (*keys_and_values, *keys_and_values)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.ops.attention import RINGS
+from shardc.ops.attention.rules import RINGS
 from shardc.ops.contraction import dot
 from shardc.ops.index import MAKE_NEW, lookup_rows, scatter_rows
 from shardc.program.collective import COLLECTIVES, EXCHANGES, collective_kind, group_size, reshard

@@ -86,6 +86,33 @@ def test_a_ring_goes_with_data_parallelism_and_pipelines(mesh: Mesh, options: An
     assert "all_gather" not in {each.kind for each in compiled.collectives}
 
 
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        (Mesh(cp=8), {}),
+        (Mesh(dp=2, cp=2), {"axis": "cp:zigzag", "attention": "ring"}),
+        (Mesh(pp=2, cp=2), {"pipeline": Pipeline("pp", microbatches=2), "attention": "ring"}),
+    ],
+    ids=["ring", "zigzag", "pipeline"],
+)
+def test_gpt2_drops_by_default_and_alike_on_every_mesh(mesh: Mesh, options: Any) -> None:
+    """With the dropout that its configuration has by default, of attention too, which goes round in tiles."""
+    torch.manual_seed(0)
+    config = hf.GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=64, bos_token_id=0, eos_token_id=0)
+    model, axis = hf.GPT2LMHeadModel(config).train(), options.pop("axis", "cp")
+    ids = torch.randint(0, 64, (4, 24))
+    inputs = {"input_ids": ids, "labels": ids}
+    cut = dict.fromkeys(inputs, P("dp" if "dp" in mesh.axis_names else None, axis))
+    compiled = compile(model, mesh, cut, kwargs=inputs, **options)
+    outputs, gradients = compiled.simulate(**inputs)
+    alone, wanted = compile(model, Mesh(one=1), {}, kwargs=inputs).simulate(**inputs)
+    torch.testing.assert_close(outputs.loss, alone.loss, rtol=0, atol=1e-5)
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-5, msg=name)
+    assert kinds_sent(compiled).count("ring_attention") == 2
+    assert "all_gather" not in {each.kind for each in compiled.collectives}
+
+
 def test_the_next_token_is_one_position_of_a_neighbour() -> None:
     torch.manual_seed(0)
     compiled = check_model(MODELS["llama"](), Mesh(cp=4), 20)

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardc.ops.attention import Ring
-from shardc.ops.mask import CONSTANTS, INTERVALS, REFERENCE, Leaf, Mask, Step
+from shardc.ops.attention.mask import CONSTANTS, INTERVALS, REFERENCE, Leaf, Mask, Step
+from shardc.ops.attention.ring import Ring
 
 LEAVES = (Leaf("row", 0), Leaf("column", 0), Leaf("row", -3), Leaf("column", None, is_bool=True))
 CAUSAL, WINDOW, KEPT = ("ge.Tensor", 0, 1), ("gt.Tensor", 1, 2), 3

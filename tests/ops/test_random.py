@@ -25,10 +25,17 @@ def mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
+def mix_32(z: int) -> int:
+    z = (z ^ (z >> 16)) * 0x7FEB352D & 0xFFFFFFFF
+    z = (z ^ (z >> 15)) * 0x846CA68B & 0xFFFFFFFF
+    return z ^ (z >> 16)
+
+
 def reference(seed: int, step: int, key: int, index: int) -> float:
     """The same in integers without bounds."""
     state = mix(mix(mix(seed + GAMMA & MASK) + step * GAMMA & MASK) + key * GAMMA & MASK)
-    return (mix(state + (index + 1) * GAMMA & MASK) >> 40) / 2**24
+    upper, lower = (state + index * GAMMA & MASK) >> 32, state & 0xFFFFFFFF
+    return (mix_32(upper ^ lower) >> 8) / 2**24
 
 
 def test_the_mixer_is_splitmix64s() -> None:

@@ -47,6 +47,16 @@ class ByPath:
         return module
 
 
+@dataclass(frozen=True)
+class InGroups:
+    """Returns what a function returns, and how many groups this rank is in after it."""
+
+    function: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> tuple[Any, int]:
+        return self.function(*args), len(dist.distributed_c10d._world.pg_names)
+
+
 _groups_of_meshes: dict[Hashable, Any] = {}
 
 
@@ -73,7 +83,10 @@ def _end_groups() -> None:
 
 
 class GlooPool:
-    """Runs module-level functions of test files on every rank; started at the first use, and anew after a failure."""
+    """Runs module-level functions of test files on every rank; started at the first use, and anew after a failure.
+
+    And after a function that leaves some ranks in more groups than others, who could make no further one.
+    """
 
     def __init__(self) -> None:
         self._workers: Workers | None = None
@@ -82,7 +95,11 @@ class GlooPool:
         """The results of ``fn(*args)`` by rank."""
         if self._workers is None or not self._workers.is_alive:
             self._workers = Workers(NUM_RANKS, private_network=True)
-        return self._workers.run(ByPath(fn.__code__.co_filename, fn.__name__), *args, timeout=SECONDS)
+        call = InGroups(ByPath(fn.__code__.co_filename, fn.__name__))
+        results, num_groups = zip(*self._workers.run(call, *args, timeout=SECONDS), strict=True)
+        if len(set(num_groups)) > 1:
+            self.close()
+        return [*results]
 
     def close(self) -> None:
         """End the processes."""

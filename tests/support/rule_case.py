@@ -11,7 +11,7 @@ from torch import Tensor
 
 import shardc.ops  # noqa: F401
 from shardc.language.windows import overlap_add, windows
-from shardc.ops.attention import RINGS
+from shardc.ops.attention.rules import RINGS
 from shardc.ops.contraction import dot
 from shardc.ops.index import (
     add_at,

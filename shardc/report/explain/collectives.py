@@ -10,7 +10,7 @@ from torch import fx
 from shardc.costs.count import collective_seconds
 from shardc.language.machine import SentKind
 from shardc.language.mesh import axis_of
-from shardc.ops.attention import RINGS
+from shardc.ops.attention.rules import RINGS
 from shardc.program.collective import COLLECTIVES, EXCHANGES, Collective
 from shardc.program.communication import axes_of, bucket, collective_at, goes_round, is_collective, members, results
 from shardc.program.node import is_cast, is_getitem, is_view, op_name, operand, operands

@@ -15,7 +15,7 @@ from shardc.language.errors import ShardingError
 from shardc.language.mesh import MICROBATCH, Mesh
 from shardc.language.sharding import Sharding, TensorType, num_shards
 from shardc.language.windows import AROUND, FILLED, Windows, most_rows_sent
-from shardc.ops.attention import RINGS
+from shardc.ops.attention.rules import RINGS
 from shardc.program.collective import EXCHANGES
 from shardc.program.communication import members
 from shardc.program.program import Program

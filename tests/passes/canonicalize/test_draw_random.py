@@ -17,6 +17,7 @@ from shardc import Mesh, P
 from shardc.capture.decompositions import FunctionRewrites
 from shardc.capture.values.masks import Masks
 from shardc.capture.values.refusals import Guards
+from shardc.ops.attention.rules import DROPPED, DROPPED_BACKWARD, is_attention
 from shardc.ops.random import poisson_quantile, seeded
 
 pytestmark = pytest.mark.xdist_group("draw_random")  # who shares what is made once
@@ -174,7 +175,7 @@ def test_a_random_op_of_the_users_own_is_drawn_whole_the_same_on_every_mesh() ->
         assert torch.equal(found[0][0], other[0]) and torch.equal(found[0][1], other[1])
 
 
-def test_attention_with_a_dropout_is_captured_by_no_kernel_that_draws_by_itself() -> None:
+def test_attention_with_a_dropout_is_an_op_of_our_own_that_draws_by_the_counter() -> None:
     class Attention(nn.Module):
         def __init__(self, dropout: float) -> None:
             super().__init__()
@@ -184,17 +185,18 @@ def test_attention_with_a_dropout_is_captured_by_no_kernel_that_draws_by_itself(
             return F.scaled_dot_product_attention(x, x, x, None, self.dropout).sum()
 
     x = torch.randn(2, 2, 8, 4, requires_grad=True)
-    for dropout, fused in ((0.5, 0), (0.0, 1)):
+    for dropout in (0.5, 0.0):
         compiled = shardc.compile(Attention(dropout), Mesh(a=2), {"x": P("a")}, args=(x,))
-        names = [str(node.target) for node in compiled.at("capture").calls]
-        assert sum("scaled_dot_product" in name and "backward" not in name for name in names) == fused
+        targets = [node.target for node in compiled.at("canonicalize").calls if is_attention(node.target)]
+        assert len(targets) == 2 and (set(targets) == {DROPPED, DROPPED_BACKWARD}) == (dropout > 0)
     assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention, (
         "what FunctionRewrites looks for"
     )
 
 
-def test_kernels_of_attention_that_draw_are_not_allowed_while_one_with_a_dropout_is_captured() -> None:
+def test_attention_with_a_dropout_that_is_no_one_op_is_captured_by_no_kernel_that_draws_by_itself() -> None:
     def attend(x: Tensor, dropout: float) -> bool:
+        """Whether kernels that draw are allowed; values have another head size than keys."""
         seen: list[bool] = []
 
         class Look(TorchFunctionMode):
@@ -204,7 +206,7 @@ def test_kernels_of_attention_that_draw_are_not_allowed_while_one_with_a_dropout
                 return func(*args, **(kwargs or {}))
 
         with Look(), FunctionRewrites(Masks(Guards([]), by_index=False)):
-            F.scaled_dot_product_attention(x, x, x, dropout_p=dropout)
+            F.scaled_dot_product_attention(x, x, x[..., :2], dropout_p=dropout)
         return seen[0]
 
     x = torch.randn(2, 2, 8, 4)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from shardc import Mesh, P, Remat, ShardingError, Zero, compile
-from shardc.ops.attention import Ring
+from shardc.ops.attention.ring import Ring
 from shardc.ops.zigzag import in_zigzag
 
 RING, BACK = ["ring_attention"], ["ring_attention_backward"]
@@ -214,7 +214,7 @@ class Masking(Attending):
 
 @pytest.mark.parametrize("kind", ["numbers as truth", "truth as positions", "few bits", "bits"])
 def test_what_is_no_position_is_not_taken_for_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardc.ops.attention.TILE", 2)
+    monkeypatch.setattr("shardc.ops.attention.ring.TILE", 2)
     torch.manual_seed(0)
     check_step(Masking(kind).double(), Mesh(cp=4), draw(12), TOLERANCE)
 
@@ -234,7 +234,7 @@ class Lowering(Attending):
 
 @pytest.mark.parametrize("number", [torch.finfo(torch.float64).min, -1e9])
 def test_rows_that_a_number_hides_are_those_of_one_device(number: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardc.ops.attention.TILE", 2)
+    monkeypatch.setattr("shardc.ops.attention.ring.TILE", 2)
     torch.manual_seed(0)
     for length in (11, 12):
         check_step(Lowering(number).double(), Mesh(cp=4), draw(length), 1e-6 if number == -1e9 else TOLERANCE)
@@ -243,7 +243,7 @@ def test_rows_that_a_number_hides_are_those_of_one_device(number: float, monkeyp
 @pytest.mark.parametrize("way", ["auto", "gather"])
 @pytest.mark.parametrize("kind", ["window", "prefix", "documents", "padding", "near", "cast"])
 def test_a_mask_made_of_positions_is_made_tile_by_tile(kind: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardc.ops.attention.TILE", 2)
+    monkeypatch.setattr("shardc.ops.attention.ring.TILE", 2)
     torch.manual_seed(0)
     for count, length in ((4, 16), (3, 14)):
         compiled = check_step(Masking(kind).double(), Mesh(cp=count), draw(length), TOLERANCE, attention=way)

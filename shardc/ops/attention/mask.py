@@ -111,6 +111,9 @@ class Mask:
         return True if values[-1] == (0, 0) else False if values[-1][1] == -inf else None
 
 
+AS_IT_IS = Mask((Leaf("both", is_float=True),))  # a mask that is given, and not made
+
+
 def has_rows(shape: Sequence[int]) -> bool:
     """Whether a leaf of this shape has a row for each query."""
     return len(shape) > 1 and shape[-2] > 1

@@ -1,0 +1,253 @@
+"""How attention over cut positions goes round: who sees what, what is sent, and how much work each rank has."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
+from functools import lru_cache, partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardc.language.partition import ZIGZAG
+from shardc.language.sharding import TensorType, ceil_div
+from shardc.ops.random import uniform
+from shardc.ops.reduction import wide_dtype
+from shardc.ops.zigzag import in_zigzag
+
+from .kernels import Family, Heads, Scores
+from .mask import Mask, has_rows, mask_of
+from .tiles import Run, Tile, joined, pieces, place, runs_of, side_by_side, tiles, within
+
+POSITIONS = 2  # the dim of queries, keys and values, of results and of the logsumexp
+TILE = 1024  # queries, and keys, for which a part of a mask is made at a time
+MOST_COUNTED = 64  # chunks of which it is found out how far their keys travel, and which has most to do
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """One attention over cut positions: ``queries`` and ``keys``, each cut in ``count`` chunks as torch.chunk does.
+
+    ``family``: whose kernels run. ``is_causal``: query i sees keys up to i. ``scale``: of the scores, by default
+    1 / sqrt(head size). ``travels``: chunks of keys and values go round; else they are whole on every rank.
+    ``made_by``: the fields of a ``Mask``, where there is one; its leaves have rows for the queries of a chunk and
+    columns for all keys in order. ``in_zigzag``: whether queries, and keys, are in zigzag and not in order.
+    ``dropout``: the chance of a probability to become 0. ``draw``: which draw of the step that is.
+    """
+
+    family: Family
+    count: int
+    queries: int
+    keys: int
+    is_causal: bool
+    scale: float | None
+    travels: bool = True
+    made_by: tuple[Any, ...] | None = None
+    in_zigzag: tuple[bool, bool] = (False, False)
+    dropout: float = 0.0
+    draw: int = 0
+
+    def __str__(self) -> str:
+        chunks = f"{self.count} chunks of {self.queries} queries and {self.keys} keys"
+        words = [chunks, "causal" if self.is_causal else "", ZIGZAG if any(self.in_zigzag) else ""]
+        words.append("" if self.travels else "all keys on each rank")
+        words.append(f"dropout {self.dropout:g}" if self.dropout else "")
+        words.append(f"the busiest rank does {self.imbalance:.2f} of the mean" if self.imbalance > 1.05 else "")
+        return ", ".join([*filter(None, words), *([f"mask {self.mask}"] if self.mask else [])])
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The fields as a node's argument."""
+        return astuple(self)
+
+    @property
+    def mask(self) -> Mask | None:
+        """How the mask is made."""
+        return None if self.made_by is None else mask_of(self.made_by)
+
+    @property
+    def steps(self) -> int:
+        """How far each chunk of keys travels: to the last rank that sees any of them."""
+        if not self.travels:
+            return 0
+        return self.count - 1 if self.sent is None else len(self.sent)
+
+    @property
+    def sent(self) -> tuple[range, ...] | None:
+        """For each step the rows of a chunk of keys that are sent: those that ranks further on see. None for all."""
+        is_known = self.travels and self.mask is not None and self.count <= MOST_COUNTED
+        return _sent(self) if is_known else None
+
+    def rows(self, step: int) -> range:
+        """The rows of a chunk of keys that are met in a step."""
+        chunk = range(ceil_div(self.keys, self.count))
+        return chunk if step == 0 or self.sent is None else self.sent[step - 1]
+
+    @property
+    def imbalance(self) -> float:
+        """Work of the busiest rank beside the mean of all; 1 for masks, whose tiles may be many."""
+        is_known = isinstance(self.count, int) and self.count <= MOST_COUNTED
+        return _imbalance(replace(self, dropout=0.0)) if is_known and self.is_causal and self.mask is None else 1.0
+
+    def tiles(self, index: int, source: int | None) -> Iterator[Tile]:
+        """What the queries of a chunk see of the keys of another chunk, or of all, in tiles; causal ones are square."""
+        runs, others = self._queries(index), self._keys(source)
+        if source is not None and self.sent is not None:
+            step = (index - source) % self.count
+            others = within(others, self.rows(step)) if step <= len(self.sent) else []
+        if self.dropout:
+            yield from self._apart(runs, others)
+        elif self.is_causal and self.mask is None and len(runs) > 1 and runs == others:
+            whole = slice(0, sum(len(each.positions) for each in runs))  # in a rank too, later ones see all before them
+            yield Tile(whole, whole, runs[0].positions.start, is_causal=True, is_masked=False)
+        else:
+            yield from joined(self._apart(runs, others))
+
+    def scores(self, tile: Tile, leaves: Sequence[Tensor]) -> Scores:
+        """What becomes of scores in a tile.
+
+        ``leaves``: those of the mask, and where there is dropout the program's seed and step, and for each query
+        the index of its first score among all, ``[batch, heads, queries]``.
+        """
+        mask, kept = None, None
+        if self.dropout:
+            *leaves, random, first = leaves
+            kept = partial(self._kept, random, first[:, :, tile.rows], tile)
+        if tile.is_masked:
+            assert self.mask is not None
+            rows = [leaf[..., tile.rows, :] if has_rows(leaf.shape) else leaf for leaf in leaves]
+            mask = self.mask.make(
+                [x.narrow(-1, tile.start, tile.num_columns) if x.ndim and x.shape[-1] > 1 else x for x in rows]
+            )
+        return Scores(mask, tile.is_causal, self.scale, kept, self.dropout)
+
+    def _kept(self, random: Tensor, first: Tensor, tile: Tile, heads: Heads) -> Tensor:
+        """Which probabilities of some heads are kept."""
+        columns = torch.arange(tile.start, tile.start + tile.num_columns, device=first.device)
+        return uniform(random, self.draw, first[heads].unsqueeze(-1) + columns) < 1 - self.dropout
+
+    def reorder(
+        self, op: Callable[..., Tensor], of_queries: Sequence[Tensor], of_keys: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Whole tensors of queries, then those of keys, brought into zigzag, or back in order, where they are."""
+        pairs = [(x, own) for own, xs in zip(self.in_zigzag, (of_queries, of_keys), strict=True) for x in xs]
+        return [op(x, POSITIONS, 1, 1, self.count) if own else x for x, own in pairs]
+
+    def _queries(self, index: int) -> list[Run]:
+        return runs_of(self.queries, self.count, index, self.in_zigzag[0])
+
+    def _keys(self, source: int | None) -> list[Run]:
+        if source is not None:
+            return runs_of(self.keys, self.count, source, self.in_zigzag[1])
+        return side_by_side(in_zigzag(self.keys, self.count) if self.in_zigzag[1] else [range(self.keys)])
+
+    def _apart(self, runs: Sequence[Run], others: Sequence[Run]) -> Iterator[Tile]:
+        """The tiles of runs of queries and runs of keys, none too large for what is made for each of its scores."""
+        for run, other in product(runs, others):
+            queries, keys = run.positions, other.positions
+            height, width = TILE, TILE
+            if self.mask is None and not self.dropout:
+                height, width = max(1, len(queries)), max(1, len(keys))
+            elif self.mask is not None and self.mask.may_lower:
+                width = max(1, len(keys))
+            for rows, columns in product(pieces(queries, height), pieces(keys, width)):
+                yield from self._seen(run, other, rows, columns)
+
+    def _seen(self, run: Run, other: Run, queries: range, keys: range) -> Iterator[Tile]:
+        """The tiles of some queries and some keys."""
+        if self.mask is not None:
+            if (shows := self.mask.shows(queries, keys)) is not False:
+                yield from tiles(run, other, queries, keys, is_masked=not shows)
+        elif not self.is_causal:
+            yield from tiles(run, other, queries, keys)
+        else:
+            first = max(queries.start, keys.start)  # the first query that sees any of them
+            last = min(queries.stop, keys.stop)
+            yield from tiles(run, other, range(first, queries.stop), range(keys.start, min(first, keys.stop)))
+            yield from tiles(run, other, range(first, last), range(first, last), is_causal=True)
+            yield from tiles(run, other, range(last, queries.stop), range(first, last))
+
+
+@lru_cache(maxsize=256)
+def _sent(ring: Ring) -> tuple[range, ...]:
+    sent, later = list[range](), range(0)
+    for step in range(ring.count - 1, 0, -1):
+        later = _all_seen(ring, step, later)
+        sent.append(later)
+    return tuple(each for each in reversed(sent) if each)
+
+
+def _all_seen(ring: Ring, step: int, seen: range) -> range:
+    """From the first to the last row of a chunk that is among ``seen``, or that any rank sees in a step."""
+    for index in range(ring.count):
+        chunk = ring._keys((index - step) % ring.count)
+        for run, other in product(ring._queries(index), chunk):
+            rows = place(other, _columns_seen(ring, run.positions, other.positions))
+            ends = [(each.start, each.stop) for each in (seen, rows) if each.start < each.stop]
+            seen = range(min((start for start, _ in ends), default=0), max((stop for _, stop in ends), default=0))
+        if len(seen) == ceil_div(ring.keys, ring.count):
+            break
+    return seen
+
+
+def _columns_seen(ring: Ring, rows: range, columns: range) -> range:
+    """From the first to the last column that any of the rows may see."""
+    mask = ring.mask
+    assert mask is not None
+    if not rows or not columns or (shows := mask.shows(rows, columns)) is False:
+        return columns[:0]
+    if shows:
+        return columns
+    first, last = len(columns), 0
+    for some in pieces(rows, TILE):
+        first = min(first, _num_hidden(mask, some, columns))
+        last = max(last, len(columns) - _num_hidden(mask, some, columns, from_end=True))
+    return columns[first : max(first, last)]
+
+
+def _num_hidden(mask: Mask, rows: range, columns: range, from_end: bool = False) -> int:
+    """How many columns, from the first or the last on, no row sees."""
+
+    def is_seen(count: int) -> bool:
+        return mask.shows(rows, columns[-count:] if from_end else columns[:count]) is not False
+
+    return 0 if is_seen(1) else bisect_left(range(1, len(columns) + 1), True, key=is_seen)
+
+
+@lru_cache(maxsize=256)
+def _imbalance(ring: Ring) -> float:
+    ranks = range(ring.count)
+    work = [sum(tile.num_scores for source in ranks for tile in ring.tiles(index, source)) for index in ranks]
+    return max(work) * ring.count / max(1, sum(work))
+
+
+def ring_bytes(ring: Ring, keys: TensorType, values: TensorType, *, is_backward: bool) -> int:
+    """Bytes that one rank sends, whose chunks of keys and values these are: in backward their gradients go with them.
+
+    The gradients have all rows that any other rank sees, in each step.
+    """
+    chunk = keys.nbytes + values.nbytes
+    if ring.sent is None:
+        return ring.steps * chunk * (2 if is_backward else 1)
+    rows = sum(map(len, ring.sent)) + (ring.steps * len(ring.rows(min(1, ring.steps))) if is_backward else 0)
+    return rows * (chunk // max(1, keys.shape[POSITIONS]))
+
+
+def ring_workspace(ring: Ring, keys: TensorType, values: TensorType, *, is_backward: bool) -> int:
+    """Bytes of keys and values, and of their gradients, that a rank holds while a ring runs, besides its own.
+
+    The rows that are met and the next ones, on their way, with a copy of what is sent where that is a part of a chunk.
+    In backward the gradients of its own chunk, those of a step, and those that are sent and received.
+    """
+    chunk, foreign = keys.nbytes + values.nbytes, min(2, ring.steps)
+    if ring.sent:
+        rows = [*map(len, ring.sent[:2])]
+        rows += rows[:1] if rows[0] < keys.shape[POSITIONS] else []
+        chunk, foreign = chunk // max(1, keys.shape[POSITIONS]), sum(rows)
+    if not is_backward:
+        return foreign * chunk
+    sums = 2 * (keys.nbytes + values.nbytes) * wide_dtype(keys.dtype).itemsize // keys.dtype.itemsize
+    return 2 * foreign * chunk + sums

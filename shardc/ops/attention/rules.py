@@ -1,0 +1,175 @@
+"""The rules of torch's fused attention, and of rings, which on whole values are attention as torch has it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
+
+from shardc.language.rule import OpCall, Rule, make_rule, rule
+from shardc.language.sharding import TensorType
+from shardc.ops.reduction import wide_dtype
+from shardc.ops.zigzag import in_order, zigzag
+
+from .joining import Gradients, Joined
+from .kernels import FAMILIES, Family, Scores, kernels
+from .mask import AS_IT_IS, has_rows
+from .ring import Ring
+from .tiles import Tile
+
+aten = torch.ops.aten
+
+OF_TORCH = {getattr(aten, f"_scaled_dot_product_{family}").default: family for family in FAMILIES}
+OF_TORCH_BACKWARD = {getattr(aten, f"_scaled_dot_product_{family}_backward").default: family for family in FAMILIES}
+
+
+def _in_chunks(call: OpCall, first: int = 0, count: int = 1, travels: bool = True) -> Rule:
+    """Queries, keys, values, their gradients and masks are ``[batch, heads, positions, 1]``, the logsumexp has 3 dims.
+
+    ``first``: the position of the queries among the operands. Where keys have fewer heads than queries, those of the
+    queries are ``(h r)``, and the keys' gradients are sums over ``r``. A mask may lack leading dims. Positions are
+    whole until ``decompose`` takes the op apart in a ``count`` of chunks: a chunk of the queries needs all keys. A
+    single position is never cut. ``travels``: keys are cut as queries are. Seeds and lengths have no constraint.
+    """
+    q, k = call.operands[first : first + 2]
+    assert q is not None and k is not None
+    heads, lengths = sorted({q.shape[1], k.shape[1]}), (q.shape[2], k.shape[2])
+    names = {heads[0]: "h", heads[-1]: "(h r)" if len(heads) == 2 else "h"}
+
+    has_whole_keys = {first + 1, first + 2, *({-2, -1} if first else ())} if not travels else set[int]()
+
+    def spec(place: int, tensor: TensorType | None) -> str:
+        ndim = 0 if tensor is None else len(tensor.shape)
+        if tensor is None or ndim not in (2, 3, 4):
+            return "_"
+        row = tensor.shape[2 if ndim > 2 else 0]
+        is_cut = row in lengths and 1 not in (row, *lengths) and place not in has_whole_keys
+        along, head = "t" if is_cut else "1", names.get(tensor.shape[1], "1")
+        return f"{along} 1" if ndim == 2 else " ".join(["b", head, along, *["1"] * (ndim - 3)])
+
+    left, right = list(enumerate(call.operands)), list(enumerate(call.results, -len(call.results)))
+    text = " -> ".join(", ".join(spec(*each) for each in side) for side in (left, right))
+    return make_rule(text, call, chunks={"t": count})
+
+
+# Attention with dropout, of which each mesh draws the same: tile by tile, so that nothing of positions by positions is
+# made. ``first``: see ``Ring.scores``.
+
+
+@torch.library.custom_op("shardc::dropped_attention", mutates_args=())
+def dropped_attention(
+    query: Tensor, key: Tensor, value: Tensor, random: Tensor, first: Tensor, dropout: float, draw: int,
+    is_causal: bool, attn_mask: Tensor | None, scale: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention and its logsumexp, as ``aten._scaled_dot_product_flash_attention_for_cpu``, for any device."""
+    ring, leaves = _on_one_rank(query, key, dropout, draw, is_causal, attn_mask, scale)
+    joined = Joined(ring, 0, query, value, *leaves, random, first)
+    joined.meet(None, key, value)
+    return joined.results
+
+
+@torch.library.custom_op("shardc::dropped_attention_backward", mutates_args=())
+def dropped_attention_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, random: Tensor,
+    first: Tensor, dropout: float, draw: int, is_causal: bool, attn_mask: Tensor | None, scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of queries, keys and values."""
+    ring, leaves = _on_one_rank(query, key, dropout, draw, is_causal, attn_mask, scale)
+    gradients = Gradients(ring, 0, grad_out, query, out, logsumexp, *leaves, random, first)
+    dk, dv = gradients.meet(None, key, value)
+    return gradients.of_queries.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
+
+
+def _on_one_rank(
+    q: Tensor, k: Tensor, dropout: float, draw: int, is_causal: bool, mask: Tensor | None, scale: float | None
+) -> tuple[Ring, list[Tensor]]:
+    made_by = None if mask is None else astuple(AS_IT_IS)
+    ring = Ring("flash_attention_for_cpu", 1, q.shape[2], k.shape[2], is_causal, scale, False, made_by)
+    return replace(ring, dropout=dropout, draw=draw), [] if mask is None else [mask]
+
+
+dropped_attention.register_fake(
+    lambda q, k, v, *others: (
+        q.new_empty(*q.shape[:3], v.shape[3]),
+        q.new_empty(q.shape[:3], dtype=wide_dtype(q.dtype)),
+    )
+)
+dropped_attention_backward.register_fake(lambda grad, q, k, v, *others: tuple(x.new_empty(x.shape) for x in (q, k, v)))
+DROPPED: Any = torch.ops.shardc.dropped_attention.default
+DROPPED_BACKWARD: Any = torch.ops.shardc.dropped_attention_backward.default
+
+FORWARD: dict[Any, Family] = {DROPPED: "flash_attention_for_cpu", **OF_TORCH}
+BACKWARD: dict[Any, Family] = {DROPPED_BACKWARD: "flash_attention_for_cpu", **OF_TORCH_BACKWARD}
+
+rule(tuple(FORWARD), _in_chunks, is_dense=True)  # torch 2.13 silently computes wrong values for other layouts
+rule(tuple(BACKWARD), partial(_in_chunks, first=1), is_dense=True)
+
+
+def is_attention(target: Any) -> bool:
+    """Whether an op is fused attention, or its backward."""
+    return target in FORWARD or target in BACKWARD
+
+
+# Rings.
+
+
+def ring_attention(
+    q: Tensor, axes: tuple[str, ...], dim: int, values: tuple[Any, ...], k: Tensor, v: Tensor, *leaves: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attention and its logsumexp. ``axes`` cut the positions, dim 2; ``values`` are those of a ``Ring``.
+
+    ``leaves``: those of its mask.
+    """
+    ring = Ring(*values)
+    q, k, v = ring.reorder(in_order, [q], [k, v])
+    scores = _whole_scores(ring, leaves)
+    out, lse = ring.reorder(zigzag, kernels(ring.family, scores).forward(q, k, v, scores), [])
+    return out.to(q.dtype), lse
+
+
+def ring_attention_backward(
+    grad: Tensor, axes: tuple[str, ...], dim: int, values: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor,
+    out: Tensor, lse: Tensor, *leaves: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of queries, keys and values, from that of the result ``out`` with logsumexp ``lse``."""
+    ring = Ring(*values)
+    grad, q, out, lse, k, v = ring.reorder(in_order, [grad, q, out, lse], [k, v])
+    scores = _whole_scores(ring, leaves)
+    dq, dk, dv = kernels(ring.family, scores).backward(grad, q, k, v, out, lse, scores)
+    dq, dk, dv = ring.reorder(zigzag, [dq], [dk, dv])
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _whole_scores(ring: Ring, leaves: Sequence[Tensor]) -> Scores:
+    if ring.in_zigzag[0]:
+        given, drawn = (leaves[:-2], leaves[-2:]) if ring.dropout else (leaves, ())
+        ordered = [in_order(x, x.ndim - 2, 1, 1, ring.count) if has_rows(x.shape) else x for x in given]
+        leaves = [*ordered, *drawn[:1], *ring.reorder(in_order, drawn[1:], [])]
+    everything = Tile(slice(0, ring.queries), slice(0, ring.keys), 0, ring.is_causal, ring.mask is not None)
+    return ring.scores(everything, leaves)
+
+
+RINGS = (ring_attention, ring_attention_backward)
+
+
+def _ring_rule(call: OpCall, first: int) -> Rule:
+    ring = Ring(*call.args[3])
+    return _in_chunks(call, first, ring.count, ring.travels)
+
+
+rule(ring_attention, partial(_ring_rule, first=0))
+rule(ring_attention_backward, partial(_ring_rule, first=1))
+
+
+def ring_flops(target: Any, args: tuple[Any, ...]) -> int:
+    """Operations of a call of ``RINGS``, from its arguments with shapes for tensors: every query meets all keys."""
+    first, _, _, values, *others = args
+    (q, k, v) = (first, *others[:2]) if target is ring_attention else others[:3]
+    k, v = ((*shape[:2], Ring(*values).keys, shape[3]) for shape in (k, v))
+    count: int = sdpa_flop_count(q, k, v) if target is ring_attention else sdpa_backward_flop_count(first, q, k, v)
+    return count

@@ -1,0 +1,115 @@
+"""Tiles: what some rows of a chunk of queries see of some columns of a chunk of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from shardc.language.sharding import ceil_div
+from shardc.ops.zigzag import stretches
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Positions that follow one another, of which a rank's first stands at ``at``."""
+
+    positions: range
+    at: int = 0
+
+
+def runs_of(length: int, count: int, index: int, is_zigzag: bool) -> list[Run]:
+    """The positions of a chunk."""
+    if is_zigzag:
+        return side_by_side(stretches(length, count, index))
+    size = ceil_div(length, count)
+    return [Run(range(min(index * size, length), min((index + 1) * size, length)))]
+
+
+def within(runs: Iterable[Run], rows: range) -> list[Run]:
+    """What is left of runs where a rank has only some rows of a chunk, in a tensor of their own."""
+    found = list[Run]()
+    for run in runs:
+        start, stop = max(rows.start, run.at), min(rows.stop, run.at + len(run.positions))
+        if start < stop:
+            found.append(Run(run.positions[start - run.at : stop - run.at], start - rows.start))
+    return found
+
+
+def side_by_side(runs: Iterable[range]) -> list[Run]:
+    """Runs that stand one after the other; those that follow one another are one."""
+    found, at = list[Run](), 0
+    for run in filter(None, runs):
+        if found and found[-1].positions.stop == run.start:
+            found[-1] = Run(range(found[-1].positions.start, run.stop), found[-1].at)
+        else:
+            found.append(Run(run, at))
+        at += len(run)
+    return found
+
+
+def pieces(positions: range, size: int) -> list[range]:
+    """Positions in pieces of a size; the last may be smaller."""
+    return [positions[start : start + size] for start in range(0, len(positions), size)]
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A block of attention: some rows of a chunk of queries, and some columns of a chunk of keys.
+
+    Each row sees all columns; row i sees columns 0 to i if ``is_causal``, and those that the mask shows if
+    ``is_masked``. ``start``: the position of the first column.
+    """
+
+    rows: slice
+    columns: slice
+    start: int
+    is_causal: bool
+    is_masked: bool
+
+    @property
+    def num_scores(self) -> int:
+        """Pairs of a row and a column that it sees."""
+        rows, columns = (each.stop - each.start for each in (self.rows, self.columns))
+        return rows * (rows + 1) // 2 if self.is_causal else rows * columns
+
+    @property
+    def num_columns(self) -> int:
+        """How many columns it has, whose positions follow one another unless tiles have been joined."""
+        return self.columns.stop - self.columns.start
+
+
+def tiles(
+    run: Run, other: Run, rows: range, columns: range, is_causal: bool = False, is_masked: bool = False
+) -> Iterator[Tile]:
+    """The tile of these positions of two runs, if there is any."""
+    if rows and columns:
+        own, seen = place(run, rows), place(other, columns)
+        yield Tile(own, seen, columns.start, is_causal, is_masked)
+
+
+def place(run: Run, positions: range) -> slice:
+    """Where a rank has some positions of a run."""
+    start = run.at + positions.start - run.positions.start
+    return slice(start, start + len(positions))
+
+
+def joined(apart: Iterable[Tile]) -> Iterator[Tile]:
+    """The tiles; those beside one another of which rows see all columns are one."""
+    last: Tile | None = None
+    for tile in apart:
+        both = last and _join(last, tile)
+        if last and not both:
+            yield last
+        last = both or tile
+    if last:
+        yield last
+
+
+def _join(one: Tile, other: Tile) -> Tile | None:
+    if one.is_causal or one.is_masked or other.is_causal or other.is_masked:
+        return None
+    if one.columns == other.columns and one.rows.stop == other.rows.start:
+        return replace(one, rows=slice(one.rows.start, other.rows.stop))
+    if one.rows == other.rows and one.columns.stop == other.columns.start:
+        return replace(one, columns=slice(one.columns.start, other.columns.stop))
+    return None
