@@ -208,7 +208,7 @@ def _cut_dims(
 
 def _is_stored(program: Program, node: fx.Node, cut: DimSharding) -> bool:
     """A table cut over an axis that cuts inputs is stored so, as all parameters may be, and gathered for use."""
-    data = {part.name for pin in program.pins if pin.kind == "input" for part in pin.sharding.cut_axes}
+    data = {axis for pin in program.pins if pin.kind == "input" for axis in pin.axes}
     return node.target in TABLES and not data.isdisjoint(part.name for part in cut.all_axes)
 
 

@@ -52,17 +52,17 @@ def order_positions(program: Program) -> Program:
         with program.graph.inserting_before(node):
             order.enter(node)
     order.leave()
-    program.pins = tuple(map(_without_zigzags, program.pins))
+    program.pins = tuple(map(_in_order, program.pins))
     program.remove_dead()
     return program
 
 
-def _without_zigzags(pin: Pin) -> Pin:
+def _in_order(pin: Pin) -> Pin:
     """The pin of an input whose positions are whole, and in order."""
     sharding = pin.sharding
     for dim, _ in pin.zigzags:
         sharding = sharding.with_dim(dim, WHOLE)
-    return replace(pin, sharding=sharding, zigzags=())
+    return replace(pin, sharding=sharding)
 
 
 def _spec(annotation: fx.Node) -> P:
@@ -110,10 +110,13 @@ class _Order:
         self.forms = dict[tuple[Value, tuple[tuple[int, Fold], ...]], fx.Node]()
         self.factors = dict[fx.Node, dict[str, Fold]]()
         self.is_data = dict[fx.Node, bool]()  # what is made of token ids, masks and the like alone
+        self.are_cut = set[Value]()  # what comes in as the model's results go out
         pins = {pin.name: pin for pin in program.pins if pin.kind == "input"}
         for entry, node in zip(program.inputs, program.placeholders, strict=True):
             is_number = not entry.type.dtype.is_floating_point
             self.is_data[node] = is_number and entry.kind in ("input", "buffer")
+            if entry.kind == "tangent":
+                self.are_cut.add((node, 0))
             if entry.kind == "input" and (pin := pins.get(entry.name)):
                 self.marks[node, 0] = self._folds(entry.type.shape, pin.zigzags)
 
@@ -195,7 +198,8 @@ class _Order:
 
     def _moved(self, node: fx.Node, own: Folds, wanted: Folds) -> fx.Node:
         emit, value = Emitter(self.program, node), self.program.value(node)
-        is_whole = value[0].op == "placeholder" or self.is_data.get(value[0], False)
+        is_placeholder = value[0].op == "placeholder" and value not in self.are_cut
+        is_whole = is_placeholder or self.is_data.get(value[0], False)
         for op, folds, others in ((in_order, own, wanted), (zigzag, wanted, own)):
             for dim, fold in folds.items():
                 if others.get(dim) != fold:

@@ -387,7 +387,7 @@ class Precedence:
         axes: dict[str, set[str]] = {}
         for pin in pins:
             kind = "parameter" if pin.kind in PARAMETER_KINDS else pin.kind
-            axes.setdefault(kind, set()).update(part.name for part in pin.sharding.cut_axes)
+            axes.setdefault(kind, set()).update(pin.axes)
         self._model_axes = axes.get("parameter", set()) - axes.get("input", set())
         self._has_data = "input" in axes
         self.contested = sorted(axes.get("parameter", set()) & axes.get("input", set()))

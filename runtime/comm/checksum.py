@@ -53,8 +53,8 @@ def _words(tensor: Tensor) -> Tensor:
 def _weighted_sum(words: Tensor) -> Tensor:
     mixed = words * GOLDEN
     mixed ^= mixed >> 32
-    is_chunk = words.numel() <= CHUNK
-    weights = _cached_weights(CHUNK, words.device)[: words.numel()] if is_chunk else _weights(words.numel(), words.device)
+    count, device = words.numel(), words.device
+    weights = _cached_weights(CHUNK, device)[:count] if count <= CHUNK else _weights(count, device)
     return torch.dot(mixed, weights) if mixed.device.type == "cpu" else (mixed * weights).sum()
 
 

@@ -19,7 +19,7 @@ from shardc.language.sharding import TensorType, dtype_name
 from shardc.ops.attention.rules import DROPPED, DROPPED_BACKWARD, RINGS, is_attention, ring_flops
 from shardc.ops.contraction import dot
 from shardc.program.collective import Collective
-from shardc.program.communication import collective_at, is_collective
+from shardc.program.communication import collective_at, is_collective, ring_of
 from shardc.program.lifetime import is_row_of_kept
 from shardc.program.node import is_free
 from shardc.program.program import Program, Value, ends_of, parameters_of
@@ -158,9 +158,10 @@ def call_seconds(program: Program, node: fx.Node) -> float:
     types = [type_ for type_ in program.types(node) if type_ is not None]
     dtype = dtype_name(types[0].dtype) if types else "float32"
     flops, moved = flops_of_call(program, node), bytes_moved(program, node)
-    return program.options.machine.device.seconds(
-        flops, moved, dtype, is_attention(node.target) or node.target in RINGS
-    )
+    ring = ring_of(node)
+    if ring is not None:
+        flops = round(ring.imbalance * flops)  # all wait for the busiest
+    return program.options.machine.device.seconds(flops, moved, dtype, is_attention(node.target) or ring is not None)
 
 
 def bytes_moved(program: Program, node: fx.Node) -> int:

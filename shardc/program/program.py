@@ -65,7 +65,7 @@ class Pin:
     it. ``text``: the annotation as the user wrote it. ``priorities``: of each dim. On conflict inputs and values come
     before parameters, by ``kind``. ``is_returned_whole``: an output that is gathered when it is returned, and computed
     in any sharding. ``stages``: the pipeline stages that hold a parameter already. ``zigzags``: dims of positions that
-    are to be in zigzag, each with its axis.
+    are to be in zigzag, each with its axis; once they are, the input itself is in order, and whole along them.
     """
 
     name: str
@@ -81,6 +81,12 @@ class Pin:
     def priority(self, dim: int) -> int:
         """The round in which the cut of a dim propagates, and from which an open dim may be cut."""
         return self.priorities[dim] if self.priorities else 0
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The names of the axes that cut the value, or its positions in zigzag."""
+        names = [part.name for part in self.sharding.cut_axes]
+        return tuple(dict.fromkeys((*names, *(axis for _, axis in self.zigzags))))
 
     @property
     def is_annotation(self) -> bool:

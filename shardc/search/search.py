@@ -267,13 +267,15 @@ class Search:
             is_better = best is not before
 
     def _neighbours(self, plan: Plan, decisions: Sequence[Decision]) -> Iterator[Plan]:
-        """Plans with a decision more or less on an axis, a set of the pool, other seeds, or other ZeRO."""
+        """Plans with a decision more or less on an axis, a set of the pool, other seeds, zigzag, or other ZeRO."""
         for i, axis in enumerate(plan.axes):
             pool = self.data if axis.cuts_samples else self.model
             sets = dict.fromkeys((*(axis.cuts ^ {each} for each in decisions), *pool[:NUM_POOL]))
             others = [replace(axis, cuts=cuts) for cuts in sets]
             if sum(each.kind == "parameters" for each in axis.cuts) > 1:
                 others.append(replace(axis, is_by_rows=not axis.is_by_rows))
+            if axis.cuts_positions:
+                others.append(replace(axis, in_zigzag=not axis.in_zigzag))
             yield from (self._with_axis(plan, i, other) for other in others)
         zeros = (Zero(axis.name, stage) for axis in plan.axes for stage in self.task.stages if stage)  # type: ignore[arg-type]
         yield from (replace(plan, zero=zero) for zero in (None, *zeros))

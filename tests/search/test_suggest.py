@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from attending import WIDTH, Attending
 from search_models import transformer
 from torch import nn
 
@@ -42,6 +43,15 @@ def suggested() -> tuple[Suggestion, ...]:
 
 def plan_of(suggestion: Suggestion) -> tuple[Any, ...]:
     return suggestion.mesh, *suggestion.annotations.items(), suggestion.zero, suggestion.remat, suggestion.pipeline
+
+
+def test_long_causal_rows_are_put_in_zigzag() -> None:
+    """Of one sample, the positions are what ranks can share; in zigzag none of them waits for the busiest."""
+    with torch.device("meta"):
+        model, x = Attending(heads=1, num_keys=1), torch.empty(1, 16384, WIDTH)
+    best = shardc.suggest(model, 2, args=(x,), fix={"mesh": "2"})[0]
+    (spec,) = (spec for name, spec in best.annotations.items() if name == "x")
+    assert [axis for _, axis in spec.zigzags.items()] == [*best.mesh.axis_names]
 
 
 @pytest.mark.xdist_group("suggested")

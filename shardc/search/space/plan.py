@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shardc.language.machine import Machine
 from shardc.language.mesh import Mesh
-from shardc.language.partition import P
+from shardc.language.partition import ZIGZAG, P
 from shardc.options import Options, Pipeline, Precision, Remat, Zero
 from shardc.search.space.decision import Decision, Place
 
@@ -20,17 +20,24 @@ class Axis:
 
     ``is_by_rows``: each decision is annotated at its lowest dim, not at that of its first seed. This matters where two
     decisions cut different dims of one tensor, as along a chain of layers: the tensor gets the cut that is annotated.
+    ``in_zigzag``: where it alone cuts positions of inputs, each rank has an early and a late stretch of them.
     """
 
     name: str
     size: int
     cuts: Cuts = frozenset()
     is_by_rows: bool = False
+    in_zigzag: bool = False
 
     @property
     def cuts_samples(self) -> bool:
         """Whether its ranks have samples of their own."""
         return any(each.kind == "samples" for each in self.cuts)
+
+    @property
+    def cuts_positions(self) -> bool:
+        """Whether its ranks have positions of their own."""
+        return any(each.kind == "inputs" for each in self.cuts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +88,10 @@ class Plan:
         if self.written is not None:
             return dict(self.written)
         dims: dict[str, dict[int, list[str]]] = {}
+        in_zigzag = {axis.name for axis in self.axes if axis.in_zigzag}
         for place, axes in self._places():
+            if place.dim and place.pattern.startswith("input:") and len(axes) == 1:
+                axes = [f"{axis}:{ZIGZAG}" if axis in in_zigzag else axis for axis in axes]
             dims.setdefault(place.pattern, {})[place.dim] = axes
         return {pattern: _spec(of_dims) for pattern, of_dims in dims.items()} | dict(self.given)
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from shardc import Mesh, P, Remat, ShardingError, Zero, compile
+from shardc.costs.count import call_seconds
 from shardc.ops.attention.ring import Ring
 from shardc.ops.zigzag import in_zigzag
 
@@ -167,6 +168,18 @@ def test_a_dump_says_what_the_busiest_rank_has_to_do() -> None:
     for axis, is_said in (("cp", True), ("cp:zigzag", False)):
         compiled = compile(Attending(), Mesh(cp=4), {"x": P(None, axis)}, kwargs=inputs, attention="ring")
         assert ("the busiest rank does 1.74 of the mean" in compiled.dump()) == is_said
+
+
+def test_a_causal_ring_takes_the_time_of_the_busiest_rank() -> None:
+    inputs = {"x": torch.empty(1, 16384, WIDTH)}
+    programs = [
+        compile(Attending(num_keys=1), Mesh(cp=4), {"x": P(None, axis)}, kwargs=inputs).program
+        for axis in ("cp", "cp:zigzag")
+    ]
+    in_order, in_zigzag = (
+        next(call_seconds(program, node) for node in program.calls if node.name == RING[0]) for program in programs
+    )
+    assert in_order / in_zigzag == pytest.approx(1.75, rel=0.05)
 
 
 # Masks that a model makes.

@@ -186,6 +186,19 @@ def test_random_numbers_are_those_of_one_device_and_results_come_back_in_order(c
         torch.testing.assert_close(parallel.eval()(x), model.eval()(x))
 
 
+def test_weights_on_the_same_axis_are_gathered_as_beside_positions_in_order() -> None:
+    """An axis on positions outranks the same axis on a weight, in zigzag too."""
+    model, x = Dropped().eval(), torch.randn(2, 16, WIDTH)
+    sent = list[dict[str, int]]()
+    for axis in ("cp", "cp:zigzag"):
+        annotations = {"x": P(None, axis), "layer.weight": P(None, "cp")}
+        compiled = compile(model, Mesh(cp=4), annotations, args=(x,), attention="ring")
+        sent.append({each.name: each.wire_bytes for each in compiled.collectives})
+    moved = {name: sent[1].pop(name) for name in [*sent[1]] if name not in sent[0]}
+    assert sent[0] == sent[1] and {"all_gather_cp", "ring_attention"} <= sent[0].keys()
+    assert moved.keys() == {"overlap_add", "overlap_add_1", "windows", "windows_1"}  # of the result and its gradient
+
+
 @pytest.mark.parametrize(
     ("annotations", "options", "said"),
     [
