@@ -31,15 +31,16 @@ SOAKED = tuple(f"runtime/{room}" for room in (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Put all tests of the gloo processes into one group, hence one worker of pytest-xdist; mark what is a soak.
 
-    In that group those that start processes of their own come last, when the shared ones have ended. xdist writes the
-    group into each test's name, where pytest 9.2 no longer reads it.
+    In that group those that start processes of their own come last, when the shared ones have ended. Sweeps, which may
+    take minutes, come first, so that no worker is left with one at the end. xdist writes the group into each test's
+    name, where pytest 9.2 no longer reads it.
     """
     for item in items:
         if "gloo" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("gloo"))
         if item.get_closest_marker("sweep") and item.path.relative_to(TESTS).as_posix().startswith(SOAKED):
             item.add_marker(pytest.mark.soak)
-    items.sort(key=_starts_its_own)
+    items.sort(key=lambda item: (_starts_its_own(item), item.get_closest_marker("sweep") is None))
     yield
     for item in items:
         if "_nodeid" in vars(item):
