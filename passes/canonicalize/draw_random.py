@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from shardc.language.errors import CaptureError
-from shardc.ops.attention.rules import DROPPED, DROPPED_BACKWARD
+from shardc.ops.attention.tiled import TILED, TILED_BACKWARD
 from shardc.ops.pointwise import unwritten
 from shardc.ops.random import poisson_quantile, seeded, uniform
 from shardc.program.node import ancestors, arguments, is_random
@@ -39,11 +39,24 @@ def draw_random(program: Program) -> None:
         ordinals[module] += 1
         draw = Draw(program, node, f"{module}#{ordinals[module]}")
         with program.graph.inserting_before(node):
-            if node.target in DISTRIBUTIONS:
+            if node.target is TILED:
+                _attention(program, node, draw)
+            elif node.target in DISTRIBUTIONS:
                 result = DISTRIBUTIONS[node.target](draw)
                 program.replace(node, result if isinstance(result, tuple) else draw.emit.cast(result, draw.dtype))
             else:
                 _seed(program, node, draw)
+
+
+def _attention(program: Program, node: fx.Node, draw: Draw) -> None:
+    """Attention with dropout and its backward, which drops the same, are given what they draw by."""
+    q, k = (draw.given[name] for name in ("query", "key"))
+    first = draw.index(draw.emit.shape(q)[:3], draw.emit.shape(k)[2])
+    backward = {user for item in node.users for user in item.users if user.target is TILED_BACKWARD}
+    for each in (node, *backward):
+        given = arguments(each) | {"random": draw.random, "first": first, "draw": draw.key()}
+        each.args, each.kwargs = tuple(given.values()), {}
+        program.forget_rule(each)
 
 
 def _seed(program: Program, node: fx.Node, draw: Draw) -> None:
@@ -199,7 +212,6 @@ class Draw:
 # Distributions. A single result is cast to the op's dtype where it takes the op's place.
 
 
-ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _WIDE = 2**48  # more whole numbers than a fine uniform number tells apart
 
 
@@ -209,23 +221,6 @@ def _dropout(draw: Draw) -> Drawn:
     mask = draw.emit(aten.lt.Scalar, draw.uniform(), keep)
     kept = draw.emit(aten.mul.Tensor, draw.given["input"], draw.emit.cast(mask, draw.dtype))
     return draw.emit(aten.mul.Scalar, kept, 1.0 / keep if keep else 0.0), mask
-
-
-def _attention(draw: Draw) -> Drawn:
-    """Attention with dropout, and its backward, which drops the same: as ops that know which draw that is."""
-    program, node, given = draw.program, draw.emit.node, draw.given
-    q, k, v = (given[name] for name in ("query", "key", "value"))
-    first = draw.index(draw.emit.shape(q)[:3], draw.emit.shape(k)[2])
-    drawn = draw.random, first, given["dropout_p"], draw.key(), given["is_causal"], given["attn_mask"], given["scale"]
-    users = {user for item in node.users for user in item.users if user.target is ATTENTION_BACKWARD}
-    for user in sorted(users):
-        with program.graph.inserting_before(user):
-            emit = Emitter(program, user)
-            read = (emit.given[name] for name in ("grad_out", "query", "key", "value", "out", "logsumexp"))
-            program.replace(user, emit.results(emit(DROPPED_BACKWARD, *read, *drawn)))
-    out, lse = draw.emit.results(draw.emit(DROPPED, q, k, v, *drawn))
-    assert out is not None and lse is not None
-    return out, lse
 
 
 def _bernoulli(draw: Draw) -> Drawn:
@@ -327,7 +322,6 @@ def _poisson(draw: Draw) -> Drawn:
 _Distribution = Callable[[Draw], Drawn]
 _NAMES: dict[_Distribution, str] = {
     _dropout: "native_dropout.default",
-    _attention: "_scaled_dot_product_flash_attention_for_cpu.default",
     _bernoulli: "bernoulli.p bernoulli.default bernoulli.Tensor",
     lambda draw: draw.uniform_in(draw.dtype): "rand.default rand.generator rand_like.default rand_like.generator",
     _uniform: "uniform.default",

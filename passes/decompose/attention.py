@@ -91,7 +91,7 @@ def _ring(along: Along) -> tuple[Ring, list[Placed]]:
     lengths = along.size(given["query"]), along.size(given["key"])
     family, travels = (FORWARD | BACKWARD)[along.node.target], program.options.attention != GATHER
     ring = Ring(family, along.count, *lengths, given["is_causal"], given["scale"], travels)
-    ring = replace(ring, dropout=given.get("dropout", 0.0), draw=given.get("draw", 0))
+    ring = replace(ring, dropout=given.get("dropout_p", 0.0), draw=given.get("draw", 0))
     if mask is None:
         return ring, []
     made, leaves = mask_program(program, mask)

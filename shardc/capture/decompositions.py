@@ -21,6 +21,7 @@ from shardc.capture.containers import flatten, rebuild
 from shardc.capture.values.masks import Masks
 from shardc.capture.values.refusals import Unfit
 from shardc.language.errors import CaptureError
+from shardc.ops.attention.tiled import tiled_attention
 from shardc.ops.contraction import grouped_mm
 from shardc.options import Precision
 from shardc.program.node import casts_behind
@@ -54,8 +55,8 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
 class FunctionRewrites(TorchFunctionMode):
     """In the block some functions of torch run in another form, whose trace holds ops that have rules.
 
-    - Attention with dropout is one op, of which ``draw_random`` makes one that draws alike on every mesh; where that op
-      cannot do it, it is separate ops.
+    - Attention with dropout, or with values of another head size than keys, is an op of our own; where that cannot do
+      it, it is separate ops.
     - Recurrent layers with dropout between them run layer by layer.
     - Resampling stays one op. Torch's Python dispatcher would expand it into lookups of every pixel; of the op, a rank
       with a part of an image needs its neighbours' edges alone.
@@ -86,31 +87,40 @@ def _attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """``scaled_dot_product_attention``; with dropout as the op for CPUs, which has the shapes of any device."""
-    run = partial(scaled_dot_product_attention, scale=scale, enable_gqa=enable_gqa)
-    if not dropout_p:
-        return run(query, key, value, attn_mask, is_causal=is_causal)
-    q, k, v = map(_as_autocast_does, (query, key, value))
-    mask = attn_mask
-    if mask is not None:
-        is_one_op = mask.ndim in (2, 3, 4) and not mask.requires_grad and not is_causal
-        mask = mask.unsqueeze(0) if mask.ndim == 3 else mask
-        if mask.dtype == torch.bool:
-            shown, hidden = (
-                torch.scalar_tensor(number, dtype=q.dtype, device=q.device) for number in (0.0, -torch.inf)
-            )
-            mask = torch.where(mask, shown, hidden)
-        mask = mask.to(q.dtype)
-    else:
-        is_one_op = True
-    has_four_dims = q.ndim == k.ndim == v.ndim == 4
-    if is_one_op and has_four_dims and 0.0 < dropout_p <= 1.0 and q.dtype == k.dtype == v.dtype:
-        is_like_it = k.shape == v.shape and (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
-        if is_like_it and (q.shape[1] == k.shape[1] or (enable_gqa and q.shape[1] % k.shape[1] == 0)):
-            op = aten._scaled_dot_product_flash_attention_for_cpu.default
-            return op(q, k, v, dropout_p, is_causal, attn_mask=mask, scale=scale)[0]
-    with sdpa_kernel(SDPBackend.MATH):
-        return run(query, key, value, attn_mask, dropout_p, is_causal)
+    """``scaled_dot_product_attention`` as one op wherever the tensors allow that."""
+    if query.ndim == key.ndim == value.ndim == 3 and not enable_gqa:
+        mask = attn_mask if attn_mask is None or attn_mask.ndim < 3 else attn_mask.unsqueeze(1)
+        q, k, v = (x.unsqueeze(1) for x in (query, key, value))
+        return _attention(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa).squeeze(1)
+    if dropout_p or query.shape[-1] != value.shape[-1]:
+        q, k, v = map(_as_autocast_does, (query, key, value))
+        if _are_heads(q, k, v, enable_gqa) and 0.0 <= dropout_p <= 1.0:
+            if attn_mask is None:
+                return tiled_attention(q, k, v, None, None, dropout_p, 0, is_causal, None, scale)[0]
+            if attn_mask.ndim in (2, 3, 4) and not attn_mask.requires_grad and not is_causal:
+                mask = _added(attn_mask, q)
+                return tiled_attention(q, k, v, None, None, dropout_p, 0, is_causal, mask, scale)[0]
+    with sdpa_kernel(SDPBackend.MATH) if dropout_p else nullcontext():
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+
+def _are_heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> bool:
+    """Whether these are ``[batch, heads, positions, size]`` of one batch and dtype, whose heads go together."""
+    if not q.ndim == k.ndim == v.ndim == 4 or not q.dtype == k.dtype == v.dtype or k.shape[:3] != v.shape[:3]:
+        return False
+    is_one_batch = (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
+    return is_one_batch and (q.shape[1] == k.shape[1] or (enable_gqa and q.shape[1] % k.shape[1] == 0))
+
+
+def _added(mask: Tensor, q: Tensor) -> Tensor:
+    """A mask as what is added to scores, of two dims or four."""
+    mask = mask.unsqueeze(0) if mask.ndim == 3 else mask
+    if mask.dtype != torch.bool:
+        return mask.to(q.dtype)
+    shown, hidden = (torch.scalar_tensor(number, dtype=q.dtype, device=q.device) for number in (0.0, -torch.inf))
+    return torch.where(mask, shown, hidden)
 
 
 def _as_autocast_does(x: Tensor) -> Tensor:

@@ -16,7 +16,8 @@ from shardc.language.machine import HierarchicalLink, Link, Machine
 from shardc.language.mesh import MICROBATCH
 from shardc.language.partition import parse_part
 from shardc.language.sharding import TensorType, dtype_name
-from shardc.ops.attention.rules import DROPPED, DROPPED_BACKWARD, RINGS, is_attention, ring_flops
+from shardc.ops.attention.rules import RINGS, is_attention, ring_flops
+from shardc.ops.attention.tiled import TILED, TILED_BACKWARD
 from shardc.ops.contraction import dot
 from shardc.program.collective import Collective
 from shardc.program.communication import collective_at, is_collective, ring_of
@@ -29,8 +30,8 @@ from shardc.program.text import rank_axes
 aten = torch.ops.aten
 
 COUNTED_AS = {  # op without a formula in torch: the op with the same operands whose formula is used
-    DROPPED.overloadpacket: aten._scaled_dot_product_flash_attention,
-    DROPPED_BACKWARD.overloadpacket: aten._scaled_dot_product_flash_attention_backward,
+    TILED.overloadpacket: aten._scaled_dot_product_flash_attention,
+    TILED_BACKWARD.overloadpacket: aten._scaled_dot_product_flash_attention_backward,
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }

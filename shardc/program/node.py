@@ -67,10 +67,11 @@ def is_uniform(node: fx.Node) -> bool:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether a node draws random numbers; attention without dropout draws none."""
+    """Whether a node draws random numbers: attention without dropout draws none, nor what is given a seed."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
-    return not hasattr(node.target, "_schema") or arguments(node).get("dropout_p") != 0.0
+    given = arguments(node) if hasattr(node.target, "_schema") else {}
+    return given.get("dropout_p") != 0.0 and given.get("random") is None
 
 
 def takes_device(target: Any) -> bool:

@@ -174,9 +174,7 @@ def test_what_is_fixed_is_in_every_suggestion(fix: dict[str, Any], keeps: Any) -
     assert found and all(map(keeps, found)), [each.summary() for each in found]
 
 
-@pytest.mark.parametrize(
-    "fix", [pytest.param({"mesh": "2x2x2"}, marks=LARGE), {"dp": 2, "tp": 2, "tp2": 2}], ids=str
-)
+@pytest.mark.parametrize("fix", [pytest.param({"mesh": "2x2x2"}, marks=LARGE), {"dp": 2, "tp": 2, "tp2": 2}], ids=str)
 def test_three_axes_may_be_fixed(fix: dict[str, Any]) -> None:
     model, args = transformer(width=256, samples=8, positions=32)
     found = shardc.suggest(model, 8, args=args, links="nvlink", device="h100", fix={**fix, **NO_PIPELINE})

@@ -1,4 +1,4 @@
-"""Kernels of attention with the same arguments: torch's, of all families, and ours where there is dropout."""
+"""Kernels of attention with the same arguments: torch's, of all families, and one of our own for any device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from shardc.ops.reduction import wide_dtype
 
 aten = torch.ops.aten
 
-Family = Literal["flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"]
+Family = Literal["flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention", "tiled"]
+TILED_FAMILY: Family = "tiled"
 FAMILIES: tuple[Family, ...] = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
 
 
@@ -56,8 +57,8 @@ class Kernels(Protocol):
 
 def kernels(family: Family, scores: Scores) -> Kernels:
     """The kernels of a family; cuDNN's give way to others, and so do those that take no mask where there is one."""
-    if scores.kept is not None:
-        return _Dropped()
+    if family == TILED_FAMILY:
+        return _Tiled()
     if family == "flash_attention_for_cpu":
         return _OfCpu()
     return _Flash() if scores.mask is None and family != "efficient_attention" else _Efficient()
@@ -131,7 +132,7 @@ class _Efficient:
 MOST_SCORES = 2**21  # that are made at a time
 
 
-class _Dropped:
+class _Tiled:
     """Two products and a softmax, of some heads at a time; of numbers of 2 bytes in 4, as are its results."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
@@ -145,7 +146,8 @@ class _Dropped:
             p.sub_(largest).exp_()
             total = p.sum(-1, keepdim=True)
             lse[of_queries] = (total.log() + largest).squeeze(-1)
-            p *= self._is_kept(scores, of_queries)
+            if scores.kept is not None:
+                p *= scores.kept(of_queries)
             out[of_queries] = _of_heads(p, some_v) * (self._factor(scores) / total.masked_fill(total == 0, 1.0))
         return out, lse
 
@@ -160,9 +162,11 @@ class _Dropped:
             some_lse = lse[of_queries].unsqueeze(-1)
             p = self._scores(some_q, some_k, scores, of_queries)
             p.sub_(some_lse.masked_fill(some_lse == -torch.inf, 0.0)).exp_()
-            is_kept = self._is_kept(scores, of_queries)
-            dv[of_keys] = _of_keys(p * is_kept, of_values, some_v)
-            ds = _of_heads(of_values, some_v.mT).mul_(is_kept)
+            ds = _of_heads(of_values, some_v.mT)
+            is_kept = None if scores.kept is None else scores.kept(of_queries)
+            dv[of_keys] = _of_keys(p if is_kept is None else p * is_kept, of_values, some_v)
+            if is_kept is not None:
+                ds *= is_kept
             ds.sub_((some_grad * some_out).sum(-1, keepdim=True)).mul_(p)
             dq[of_queries], dk[of_keys] = _of_heads(ds, some_k) * _scale(q, scores), _of_keys(ds, some_q, some_k)
         return dq, dk, dv
@@ -175,10 +179,6 @@ class _Dropped:
         if scores.is_causal:
             s.masked_fill_(torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1), -torch.inf)
         return s
-
-    def _is_kept(self, scores: Scores, heads: Heads) -> Tensor:
-        assert scores.kept is not None
-        return scores.kept(heads)
 
     def _factor(self, scores: Scores) -> float:
         """Of the probabilities that are kept."""

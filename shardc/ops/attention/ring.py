@@ -18,7 +18,7 @@ from shardc.ops.random import uniform
 from shardc.ops.reduction import wide_dtype
 from shardc.ops.zigzag import in_zigzag
 
-from .kernels import Family, Heads, Scores
+from .kernels import TILED_FAMILY, Family, Heads, Scores
 from .mask import Mask, has_rows, mask_of
 from .tiles import Run, Tile, joined, pieces, place, runs_of, side_by_side, tiles, within
 
@@ -89,8 +89,9 @@ class Ring:
     @property
     def imbalance(self) -> float:
         """Work of the busiest rank beside the mean of all; 1 for masks, whose tiles may be many."""
-        is_known = isinstance(self.count, int) and self.count <= MOST_COUNTED
-        return _imbalance(replace(self, dropout=0.0)) if is_known and self.is_causal and self.mask is None else 1.0
+        if not isinstance(self.count, int) or self.count > MOST_COUNTED or not self.is_causal or self.mask is not None:
+            return 1.0
+        return _imbalance(replace(self, family="flash_attention", dropout=0.0))
 
     def tiles(self, index: int, source: int | None) -> Iterator[Tile]:
         """What the queries of a chunk see of the keys of another chunk, or of all, in tiles; causal ones are square."""
@@ -98,7 +99,7 @@ class Ring:
         if source is not None and self.sent is not None:
             step = (index - source) % self.count
             others = within(others, self.rows(step)) if step <= len(self.sent) else []
-        if self.dropout:
+        if self.family == TILED_FAMILY:
             yield from self._apart(runs, others)
         elif self.is_causal and self.mask is None and len(runs) > 1 and runs == others:
             whole = slice(0, sum(len(each.positions) for each in runs))  # in a rank too, later ones see all before them
@@ -149,7 +150,7 @@ class Ring:
         for run, other in product(runs, others):
             queries, keys = run.positions, other.positions
             height, width = TILE, TILE
-            if self.mask is None and not self.dropout:
+            if self.mask is None and self.family != TILED_FAMILY:
                 height, width = max(1, len(queries)), max(1, len(keys))
             elif self.mask is not None and self.mask.may_lower:
                 width = max(1, len(keys))

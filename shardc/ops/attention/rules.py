@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, replace
 from functools import partial
 from typing import Any
 
@@ -13,13 +12,12 @@ from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from shardc.language.rule import OpCall, Rule, make_rule, rule
 from shardc.language.sharding import TensorType
-from shardc.ops.reduction import wide_dtype
 from shardc.ops.zigzag import in_order, zigzag
 
-from .joining import Gradients, Joined
-from .kernels import FAMILIES, Family, Scores, kernels
-from .mask import AS_IT_IS, has_rows
+from .kernels import FAMILIES, TILED_FAMILY, Family, Scores, kernels
+from .mask import has_rows
 from .ring import Ring
+from .tiled import TILED, TILED_BACKWARD
 from .tiles import Tile
 
 aten = torch.ops.aten
@@ -57,54 +55,8 @@ def _in_chunks(call: OpCall, first: int = 0, count: int = 1, travels: bool = Tru
     return make_rule(text, call, chunks={"t": count})
 
 
-# Attention with dropout, of which each mesh draws the same: tile by tile, so that nothing of positions by positions is
-# made. ``first``: see ``Ring.scores``.
-
-
-@torch.library.custom_op("shardc::dropped_attention", mutates_args=())
-def dropped_attention(
-    query: Tensor, key: Tensor, value: Tensor, random: Tensor, first: Tensor, dropout: float, draw: int,
-    is_causal: bool, attn_mask: Tensor | None, scale: float | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention and its logsumexp, as ``aten._scaled_dot_product_flash_attention_for_cpu``, for any device."""
-    ring, leaves = _on_one_rank(query, key, dropout, draw, is_causal, attn_mask, scale)
-    joined = Joined(ring, 0, query, value, *leaves, random, first)
-    joined.meet(None, key, value)
-    return joined.results
-
-
-@torch.library.custom_op("shardc::dropped_attention_backward", mutates_args=())
-def dropped_attention_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, random: Tensor,
-    first: Tensor, dropout: float, draw: int, is_causal: bool, attn_mask: Tensor | None, scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of queries, keys and values."""
-    ring, leaves = _on_one_rank(query, key, dropout, draw, is_causal, attn_mask, scale)
-    gradients = Gradients(ring, 0, grad_out, query, out, logsumexp, *leaves, random, first)
-    dk, dv = gradients.meet(None, key, value)
-    return gradients.of_queries.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
-
-
-def _on_one_rank(
-    q: Tensor, k: Tensor, dropout: float, draw: int, is_causal: bool, mask: Tensor | None, scale: float | None
-) -> tuple[Ring, list[Tensor]]:
-    made_by = None if mask is None else astuple(AS_IT_IS)
-    ring = Ring("flash_attention_for_cpu", 1, q.shape[2], k.shape[2], is_causal, scale, False, made_by)
-    return replace(ring, dropout=dropout, draw=draw), [] if mask is None else [mask]
-
-
-dropped_attention.register_fake(
-    lambda q, k, v, *others: (
-        q.new_empty(*q.shape[:3], v.shape[3]),
-        q.new_empty(q.shape[:3], dtype=wide_dtype(q.dtype)),
-    )
-)
-dropped_attention_backward.register_fake(lambda grad, q, k, v, *others: tuple(x.new_empty(x.shape) for x in (q, k, v)))
-DROPPED: Any = torch.ops.shardc.dropped_attention.default
-DROPPED_BACKWARD: Any = torch.ops.shardc.dropped_attention_backward.default
-
-FORWARD: dict[Any, Family] = {DROPPED: "flash_attention_for_cpu", **OF_TORCH}
-BACKWARD: dict[Any, Family] = {DROPPED_BACKWARD: "flash_attention_for_cpu", **OF_TORCH_BACKWARD}
+FORWARD: dict[Any, Family] = {TILED: TILED_FAMILY, **OF_TORCH}
+BACKWARD: dict[Any, Family] = {TILED_BACKWARD: TILED_FAMILY, **OF_TORCH_BACKWARD}
 
 rule(tuple(FORWARD), _in_chunks, is_dense=True)  # torch 2.13 silently computes wrong values for other layouts
 rule(tuple(BACKWARD), partial(_in_chunks, first=1), is_dense=True)

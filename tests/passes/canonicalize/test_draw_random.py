@@ -17,7 +17,8 @@ from shardc import Mesh, P
 from shardc.capture.decompositions import FunctionRewrites
 from shardc.capture.values.masks import Masks
 from shardc.capture.values.refusals import Guards
-from shardc.ops.attention.rules import DROPPED, DROPPED_BACKWARD, is_attention
+from shardc.ops.attention.rules import is_attention
+from shardc.ops.attention.tiled import TILED, TILED_BACKWARD
 from shardc.ops.random import poisson_quantile, seeded
 
 pytestmark = pytest.mark.xdist_group("draw_random")  # who shares what is made once
@@ -188,7 +189,7 @@ def test_attention_with_a_dropout_is_an_op_of_our_own_that_draws_by_the_counter(
     for dropout in (0.5, 0.0):
         compiled = shardc.compile(Attention(dropout), Mesh(a=2), {"x": P("a")}, args=(x,))
         targets = [node.target for node in compiled.at("canonicalize").calls if is_attention(node.target)]
-        assert len(targets) == 2 and (set(targets) == {DROPPED, DROPPED_BACKWARD}) == (dropout > 0)
+        assert len(targets) == 2 and (set(targets) == {TILED, TILED_BACKWARD}) == (dropout > 0)
     assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention, (
         "what FunctionRewrites looks for"
     )
@@ -196,7 +197,7 @@ def test_attention_with_a_dropout_is_an_op_of_our_own_that_draws_by_the_counter(
 
 def test_attention_with_a_dropout_that_is_no_one_op_is_captured_by_no_kernel_that_draws_by_itself() -> None:
     def attend(x: Tensor, dropout: float) -> bool:
-        """Whether kernels that draw are allowed; values have another head size than keys."""
+        """Whether kernels that draw are allowed; the mask has a gradient."""
         seen: list[bool] = []
 
         class Look(TorchFunctionMode):
@@ -206,7 +207,7 @@ def test_attention_with_a_dropout_that_is_no_one_op_is_captured_by_no_kernel_tha
                 return func(*args, **(kwargs or {}))
 
         with Look(), FunctionRewrites(Masks(Guards([]), by_index=False)):
-            F.scaled_dot_product_attention(x, x, x[..., :2], dropout_p=dropout)
+            F.scaled_dot_product_attention(x, x, x, torch.zeros(8, 8, requires_grad=True), dropout)
         return seen[0]
 
     x = torch.randn(2, 2, 8, 4)

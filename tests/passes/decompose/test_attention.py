@@ -10,6 +10,7 @@ from attending import BATCH, WIDTH, Attending, check_step, draw, kinds_sent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
 from shardc import Mesh, P, Remat, ShardingError, Zero, compile
 from shardc.costs.count import call_seconds
@@ -31,6 +32,39 @@ def test_a_step_is_that_of_one_device(
     torch.manual_seed(0)
     model = Attending(num_keys=num_keys, is_causal=is_causal, scale=0.3).double()
     check_step(model, Mesh(cp=count), draw(queries, keys), TOLERANCE, attention=way)
+
+
+class OtherSize(Attending):
+    """Values have half the head size of keys, as in multi-head latent attention, or there is no dim of heads."""
+
+    def __init__(self, has_heads: bool, is_causal: bool) -> None:
+        super().__init__(is_causal=is_causal)
+        self.has_heads = has_heads
+        self.up = nn.Linear(WIDTH // 2, WIDTH)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        v = v[..., : WIDTH // 8]
+        if not self.has_heads:
+            q, k, v, mask = (None if x is None else x.flatten(0, 1) for x in (q, k, v, mask))  # type: ignore[assignment]
+        out = scaled_dot_product_attention(q, k, v, mask, is_causal=self.is_causal and mask is None)
+        return self.up(out.reshape(BATCH, 4, -1, WIDTH // 8).transpose(1, 2).flatten(2)).unsqueeze(1)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("axis", ["cp", "cp:zigzag"])
+@pytest.mark.parametrize("has_heads", [True, False], ids=["", "of three dims"])
+@pytest.mark.parametrize("is_masked", [False, True], ids=["", "masked"])
+def test_values_of_another_size_and_attention_of_three_dims_go_round(
+    has_heads: bool, is_masked: bool, axis: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardc.ops.attention.ring.TILE", 4)
+    torch.manual_seed(0)
+    for length in (8, 13):
+        inputs = draw(length)
+        if is_masked:
+            inputs["mask"] = torch.rand(BATCH, 4, length, length) > 0.3
+        model = OtherSize(has_heads, is_causal=not is_masked).double()
+        compiled = check_step(model, Mesh(cp=2), inputs, TOLERANCE, axis, attention="ring")
+        assert "ring_attention" in kinds_sent(compiled)
 
 
 MASKS = {

@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import shardc
 from shardc import Mesh, P, Remat, Zero, compile
 from shardc.api import Compiled
-from shardc.ops.attention.rules import DROPPED, DROPPED_BACKWARD
+from shardc.ops.attention.tiled import TILED, TILED_BACKWARD
 
 TOLERANCE = 1e-10
 RATE = 0.4
@@ -130,7 +130,7 @@ def kept_by(op_args: tuple[Any, ...], shape: tuple[int, int, int, int]) -> Tenso
     batch, heads, rows, columns = shape
     q, k = torch.zeros(batch, heads, rows, columns), torch.zeros(batch, heads, columns, columns)
     v = torch.eye(columns).expand(batch, heads, columns, columns).contiguous()
-    out, _ = DROPPED(q, k, v, *op_args, False, None, 1.0)
+    out, _ = TILED(q, k, v, *op_args, False, None, 1.0)
     return (out * columns).double()
 
 
@@ -156,8 +156,8 @@ def test_probabilities_are_dropped_after_the_softmax(
         monkeypatch.setattr("shardc.ops.attention.ring.TILE", tile)
         monkeypatch.setattr("shardc.ops.attention.kernels.MOST_SCORES", most)
         with torch.no_grad():
-            out, lse = DROPPED(q, k, v, *drawn, is_causal, None, 0.3)
-            found = DROPPED_BACKWARD(grad, q, k, v, out, lse, *drawn, is_causal, None, 0.3)
+            out, lse = TILED(q, k, v, *drawn, is_causal, None, 0.3)
+            found = TILED_BACKWARD(grad, q, k, v, out, lse, *drawn, is_causal, None, 0.3)
         torch.testing.assert_close(out, expected, rtol=0, atol=TOLERANCE)
         torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=0, atol=TOLERANCE)
         for one, other in zip(found, wanted, strict=True):

@@ -1,0 +1,80 @@
+"""Attention tile by tile, for any device: with dropout, and with values of another head size than keys.
+
+Nothing as large as all scores is made or saved. Of dropout each mesh draws the same, by a counter: ``random`` is the
+program's seed and step, ``draw`` which draw of the step it is, ``first`` see ``Ring.scores``. As it is captured the op
+has none of the three.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardc.ops.reduction import wide_dtype
+
+from .joining import Gradients, Joined
+from .kernels import TILED_FAMILY
+from .mask import AS_IT_IS
+from .ring import Ring
+
+
+@torch.library.custom_op("shardc::tiled_attention", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def tiled_attention(
+    query: Tensor, key: Tensor, value: Tensor, random: Tensor | None, first: Tensor | None, dropout_p: float, draw: int,
+    is_causal: bool, attn_mask: Tensor | None, scale: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention and its logsumexp, both as torch's kernels have them."""
+    leaves = [each for each in (attn_mask, random, first) if each is not None]
+    ring = _on_one_rank(query, key, dropout_p, draw, is_causal, attn_mask, scale)
+    joined = Joined(ring, 0, query, value, *leaves)
+    joined.meet(None, key, value)
+    return joined.results
+
+
+@torch.library.custom_op("shardc::tiled_attention_backward", mutates_args=())
+def tiled_attention_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, random: Tensor | None,
+    first: Tensor | None, dropout_p: float, draw: int, is_causal: bool, attn_mask: Tensor | None, scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of queries, keys and values."""
+    leaves = [each for each in (attn_mask, random, first) if each is not None]
+    ring = _on_one_rank(query, key, dropout_p, draw, is_causal, attn_mask, scale)
+    gradients = Gradients(ring, 0, grad_out, query, out, logsumexp, *leaves)
+    dk, dv = gradients.meet(None, key, value)
+    return gradients.of_queries.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
+
+
+def _on_one_rank(
+    q: Tensor, k: Tensor, dropout_p: float, draw: int, is_causal: bool, mask: Tensor | None, scale: float | None
+) -> Ring:
+    made_by = None if mask is None else astuple(AS_IT_IS)
+    return Ring(TILED_FAMILY, 1, q.shape[2], k.shape[2], is_causal, scale, False, made_by, dropout=dropout_p, draw=draw)
+
+
+@tiled_attention.register_fake
+def _fake(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=wide_dtype(q.dtype))
+
+
+@tiled_attention_backward.register_fake
+def _fake_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, random, first, *ctx.options, mask, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, *output, random, first, mask)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, grad: Tensor, grad_of_logsumexp: Tensor | None) -> tuple[Tensor | None, ...]:
+    *tensors, mask = ctx.saved_tensors
+    return *TILED_BACKWARD(grad, *tensors, *ctx.options, mask, ctx.scale), *[None] * 7
+
+
+tiled_attention.register_autograd(_backward, setup_context=_keep)
+TILED: Any = torch.ops.shardc.tiled_attention.default
+TILED_BACKWARD: Any = torch.ops.shardc.tiled_attention_backward.default
