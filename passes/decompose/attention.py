@@ -9,12 +9,13 @@ import torch
 from torch import fx
 
 from shardc.language.errors import ShardingError
+from shardc.language.mesh import NO_RING
 from shardc.language.sharding import TensorType, ceil_div, num_shards
 from shardc.ops.attention.mask import has_rows
 from shardc.ops.attention.ring import POSITIONS, Ring, ring_bytes
 from shardc.ops.attention.rules import BACKWARD, FORWARD, RINGS, ring_attention, ring_attention_backward
 from shardc.ops.zigzag import zigzag
-from shardc.options import AUTO, GATHER, ULYSSES
+from shardc.options import AUTO, GATHER, RING, ULYSSES
 from shardc.program.program import Program
 
 from .along import Along, Results, Windowed
@@ -120,6 +121,17 @@ def as_ring(along: Along, in_zigzag: tuple[bool, bool] = (False, False)) -> Resu
     call = emit(ring_attention_backward, grad, *fixed, q, k, v, given["out"], given["logsumexp"], *leaves)
     results = emit.results(call)
     return [*results, *[None] * len(more[len(results) :])]
+
+
+def no_ring(program: Program) -> list[str]:
+    """A note where the user asks for rings, and no attention is one."""
+    targets = [node.target for node in program.calls]
+    if program.options.attention != RING or any(target in RINGS for target in targets):
+        return []
+    is_fused = any(target in FORWARD for target in targets)
+    why = "none has its positions cut" if is_fused else "softmax is written out, or masks have gradients"
+    remedy = "cut positions of an input" if is_fused else "write F.scaled_dot_product_attention, in transformers 'sdpa'"
+    return [f"{NO_RING}, as {why}: {remedy}"]
 
 
 ATTENTION: dict[Any, Windowed] = {op: Rings(lambda along: [], as_ring) for op in (*FORWARD, *BACKWARD)}

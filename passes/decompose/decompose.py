@@ -39,7 +39,7 @@ from ..reshard.choose_cuts import Arrivals, assign, claims_on, current_shardings
 from ..reshard.insert_reshards import insert_reshards
 from ..reshard.lower_reshards import lower_reshards
 from .along import Along, Results, Windowed
-from .attention import ATTENTION
+from .attention import ATTENTION, no_ring
 from .convolution import CONVOLUTIONS
 from .index import INDEXING, lookup_moves
 from .pool import POOLS, RESAMPLINGS
@@ -52,7 +52,8 @@ aten = torch.ops.aten
 
 def decompose(program: Program) -> Program:
     """The program with ops taken apart where that moves fewer bytes."""
-    return cheapest_ends(program, _decomposed)
+    program = cheapest_ends(program, _decomposed)
+    return replace(program, notes=(*program.notes, *no_ring(program)))
 
 
 def _decomposed(program: Program) -> Program:

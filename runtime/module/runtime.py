@@ -20,7 +20,7 @@ from shardc.capture.model_state import LatestState, ModelTensors
 from shardc.capture.signature import Signature, changing_sizes, signature_of
 from shardc.capture.values.refusals import GuardError
 from shardc.language.errors import CaptureError, OrderError, ShardingError, error_text
-from shardc.language.mesh import idle_axes_among
+from shardc.language.mesh import warnings_among
 from shardc.language.sharding import Sharding
 from shardc.program.program import Pin, Program
 
@@ -284,7 +284,7 @@ class ModuleRuntime:
             with self._telling():
                 self._place(program, runner, is_whole_model=request.model is self.model)
                 self._set_gradient_dtypes(program)
-                self._warn_of_idle_axes(program)
+                self._warn(program)
                 return CompiledCall(
                     compilation, self.conversion, runner, self._gathered, self._accumulation, self.gate, text,
                     is_of_region,
@@ -299,9 +299,9 @@ class ModuleRuntime:
             self._sizes.popitem(last=False)
         return found
 
-    def _warn_of_idle_axes(self, program: Program) -> None:
-        """Say of each axis of the mesh that it cuts no work, for the first program, on the first rank."""
-        notes = () if self._is_compiled else idle_axes_among(program.notes)
+    def _warn(self, program: Program) -> None:
+        """Say once, on the first rank, what of the first program cannot be what the user wants."""
+        notes = () if self._is_compiled else warnings_among(program.notes)
         self._is_compiled = True
         for note in notes if 0 in self.conversion.comm.positions else ():
             what, _, remedy = note.partition(": ")

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardc.cli import CHECK_FAILED, GOOD
 from shardc.cli.arguments import add_command, add_compile_options, add_output_options, check_dumps, unreadable
-from shardc.cli.compile import compiled, with_idle_axes, write
+from shardc.cli.compile import compiled, with_warnings, write
 from shardc.language.errors import UsageError
 from shardc.language.record import json_text
 from shardc.report.dump.budget import SYNTAX, Budget, check, check_text
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("check", what, "there is no budget to hold", remedy)
     dump = _dump(options)
     found = check(options.budgets, dump)
-    text = with_idle_axes(check_text(found.budgets), dump.notes or ())
+    text = with_warnings(check_text(found.budgets), dump.notes or ())
     write(json_text(found) if options.format == "json" else text, options.output)
     return CHECK_FAILED if found.is_broken else GOOD
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from shardc.cli.arguments import DTYPES
 from shardc.language.errors import ShardingError, UsageError
 from shardc.language.machine import machine_of
-from shardc.language.mesh import idle_axes_among
+from shardc.language.mesh import warnings_among
 from shardc.language.partition import P
 from shardc.language.text import printable
 from shardc.options import Precision
@@ -99,10 +99,10 @@ def annotations_of(options: argparse.Namespace, target: Target) -> dict[str, Any
     return {**target.annotations, **typed}
 
 
-def with_idle_axes(text: str, notes: Iterable[str]) -> str:
-    """A text with a line for each note about an axis of the mesh that cuts nothing."""
-    idle = idle_axes_among(notes)
-    return "\n".join([text, *(f"{each}\n" for each in idle)]) if idle else text
+def with_warnings(text: str, notes: Iterable[str]) -> str:
+    """A text with a line for each note of which a user is warned."""
+    told = warnings_among(notes)
+    return "\n".join([text, *(f"{each}\n" for each in told)]) if told else text
 
 
 def retyped(typed: Sequence[str], command: str, left_out: Mapping[str, bool]) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardc.cli import CHECK_FAILED, GOOD
 from shardc.cli.arguments import LARGEST, add_command, add_compile_options, add_output_options, sizes, unreadable
-from shardc.cli.compile import compile_target, compiled, load_quietly, with_idle_axes, write
+from shardc.cli.compile import compile_target, compiled, load_quietly, with_warnings, write
 from shardc.costs.records import Cost
 from shardc.language.errors import ShardingError, UsageError, did_you_mean
 from shardc.language.record import json_text
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
         return _run_symbolic(options)
     program = compiled(options)
     cost = program.cost
-    text = with_idle_axes(cost.text(), program.whole.notes)
+    text = with_warnings(cost.text(), program.whole.notes)
     write(text if options.format == "text" else json_text(Cost(options.mesh.sizes, *cost.entries())), options.output)
     return GOOD
 
@@ -112,7 +112,7 @@ def _run_symbolic(options: argparse.Namespace) -> int:
         if not reason or options.recompile:
             costs.append((point, target.compile(point).cost if reason else plan.at(point)))
     notes = idle_axis_notes(plan.here)
-    text = with_idle_axes(plan_text(plan, costs), notes)
+    text = with_warnings(plan_text(plan, costs), notes)
     write(json_text(plan_record(plan, costs)) if options.format == "json" else text, options.output)
     return GOOD if len(costs) == len(points) else CHECK_FAILED
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardc.cli import GOOD
 from shardc.cli.arguments import add_command, add_compile_options, add_output_options, count
-from shardc.cli.compile import compiled, progress, with_idle_axes, write
+from shardc.cli.compile import compiled, progress, with_warnings, write
 from shardc.language.errors import ShardingError, UsageError
 from shardc.language.record import json_of
 from shardc.report.explain.explanation import Explanation
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
         replaces = options.target.startswith("hf:")  # there --annotate replaces the target's annotations
         parts = [explanation.text(None if options.verbose else LONGEST_CHAIN), alternatives_text(choices)]
         text = "\n".join(filter(None, [*parts, advice.text(replaces) if advice else ""]))
-        text = with_idle_axes(text, program.whole.notes)
+        text = with_warnings(text, program.whole.notes)
     write(text, options.output)
     return GOOD
 

@@ -242,6 +242,11 @@ def idle_axis_text(name: str, size: int, remedy: str, is_stored: bool = False) -
     return f"axis {name} {cuts}, so that its {size} {_SAME_WORK} {remedy}"
 
 
-def idle_axes_among(notes: Iterable[str]) -> tuple[str, ...]:
-    """The notes that are sentences about axes over which no work is cut."""
-    return tuple(note for note in notes if note.startswith("axis ") and _SAME_WORK in note)
+NO_RING = "attention='ring' makes no ring of any attention"
+
+
+def warnings_among(notes: Iterable[str]) -> tuple[str, ...]:
+    """The notes of which a user is warned: of axes over which no work is cut, and of rings that are not."""
+    return tuple(
+        note for note in notes if (note.startswith("axis ") and _SAME_WORK in note) or note.startswith(NO_RING)
+    )

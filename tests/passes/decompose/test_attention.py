@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from shardc import Mesh, P, Remat, ShardingError, Zero, compile
 from shardc.costs.count import call_seconds
+from shardc.language.mesh import warnings_among
 from shardc.ops.attention.ring import Ring
 from shardc.ops.zigzag import in_zigzag
 
@@ -147,6 +148,33 @@ def test_heads_that_divide_move_to_ranks_where_that_sends_less() -> None:
     assert {each.wire_bytes for each in compiled.collectives if each.kind == "all_to_all"} == {activations * 3 // 4}
     few_keys = compile(Attending(num_keys=1), Mesh(cp=4), {"x": P(None, "cp")}, kwargs=inputs)
     assert kinds_sent(few_keys) == RING
+
+
+class Biased(Attending):
+    """It adds a parameter to scores, which torch writes out, as its gradient is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(is_causal=False)
+        self.bias = nn.Parameter(torch.zeros(8, 8))
+
+    def forward(self, x: Tensor, y: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x, mask=self.bias)
+
+
+@pytest.mark.parametrize(
+    ("model", "spec", "said"),
+    [
+        (Attending(), P(None, "cp"), []),
+        (Attending(), P("cp"), ["none has its positions cut"]),
+        (Biased(), P(None, "cp"), ["masks have gradients"]),
+    ],
+    ids=["a ring", "samples cut", "written out"],
+)
+def test_a_ring_that_is_asked_for_and_is_none_is_said(model: nn.Module, spec: P, said: list[str]) -> None:
+    compiled = compile(model, Mesh(cp=2), {"x": spec}, kwargs=draw(8, dtype=torch.float32), attention="ring")
+    notes = [note for note in compiled.program.notes if note.startswith("attention='ring'")]
+    assert len(notes) == len(said) and all(words in note for words, note in zip(said, notes, strict=True))
+    assert warnings_among(notes) == tuple(notes)
 
 
 def test_heads_that_do_not_divide_are_an_error_where_they_are_asked_for() -> None:
