@@ -46,7 +46,8 @@ class CollectiveEntry:
     by the ring algorithm; where ranks differ, the most. ``wire_bytes_total``: what all ranks send; of a pipeline, those
     of the stage. ``node``: the values that it moves, joined by a comma and a blank. ``source``: the lines of the user's
     model, file.py:line, likewise. ``cause``: why it is there, down to the annotations; parts end with a semicolon.
-    ``stage``: of a pipeline, whose it is. ``times``: of a pipeline, how often it goes in a step.
+    ``stage``: of a pipeline, whose it is. ``times``: of a pipeline, how often it goes in a step. ``steps``: of a ring,
+    how often keys and values go on to the next rank.
     """
 
     id: str
@@ -64,6 +65,7 @@ class CollectiveEntry:
     cause: str
     stage: Count | None = None
     times: Size | None = None
+    steps: Count | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
+from attending import Attending, draw
 from jsonschema import Draft202012Validator
 from schemas import met, objects, said
 from targets import mlp, weighed
@@ -40,7 +42,8 @@ def compilations(megatron: Compiled, piped: Compiled) -> list[Compiled]:
         model, Mesh(dp=2, tp=2), annotations, args=args, kwargs=kwargs, zero=Zero("dp", 3), links={"tp": "nvlink"}
     )
     inference = compile(model, Mesh(dp=3), {"x": P("dp")}, args=args, kwargs=kwargs, train=False)
-    return [megatron, zero, inference, piped]
+    ring = compile(Attending(), Mesh(cp=3), {"x": P(None, "cp")}, kwargs=draw(6, dtype=torch.float32))
+    return [megatron, zero, inference, piped, ring]
 
 
 # The schema.
