@@ -97,7 +97,7 @@ def _attention(
         if _are_heads(q, k, v, enable_gqa) and 0.0 <= dropout_p <= 1.0:
             if attn_mask is None:
                 return tiled_attention(q, k, v, None, None, dropout_p, 0, is_causal, None, scale)[0]
-            if attn_mask.ndim in (2, 3, 4) and not attn_mask.requires_grad and not is_causal:
+            if _is_mask(attn_mask, q, k) and not is_causal:
                 mask = _added(attn_mask, q)
                 return tiled_attention(q, k, v, None, None, dropout_p, 0, is_causal, mask, scale)[0]
     with sdpa_kernel(SDPBackend.MATH) if dropout_p else nullcontext():
@@ -112,6 +112,14 @@ def _are_heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> bool:
         return False
     is_one_batch = (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
     return is_one_batch and (q.shape[1] == k.shape[1] or (enable_gqa and q.shape[1] % k.shape[1] == 0))
+
+
+def _is_mask(mask: Tensor, q: Tensor, k: Tensor) -> bool:
+    """Whether it is a mask that torch takes, and needs no gradient; of others torch says what is wrong."""
+    shape = (*q.shape[:3], k.shape[2])
+    fits = all(own in (1, size) for own, size in zip(mask.shape[::-1], shape[::-1], strict=False))
+    is_added = mask.dtype in (torch.float32, q.dtype)
+    return mask.ndim in (2, 3, 4) and fits and not mask.requires_grad and (is_added or mask.dtype == torch.bool)
 
 
 def _added(mask: Tensor, q: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ that these hold, inputs included.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -27,14 +27,16 @@ from shardc.costs.stage_lifetime import (
 from shardc.costs.stage_schedule import PART_OF_PHASE, schedule_of
 from shardc.language.mesh import MICROBATCH
 from shardc.language.partition import parse_parts
-from shardc.language.sharding import ceil_div, chunk_of, num_shards
+from shardc.language.sharding import TensorType, ceil_div, chunk_of, num_shards
 from shardc.language.words import PARTS, Part
-from shardc.ops.attention.ring import ring_workspace
+from shardc.ops.attention.kernels import TILED_FAMILY, tiled_workspace
+from shardc.ops.attention.ring import TILE, ring_workspace
 from shardc.ops.attention.rules import ring_attention_backward
+from shardc.ops.attention.tiled import TILED, TILED_BACKWARD
 from shardc.program.collective import mask_padding
 from shardc.program.communication import goes_round, is_collective, is_early, ring_of
 from shardc.program.lifetime import Parts, owners_of, split
-from shardc.program.node import ancestors, is_getitem, operand
+from shardc.program.node import ancestors, arguments, is_getitem, operand
 from shardc.program.program import Program, Value, parameters_of
 from shardc.program.stages import PARTS_OF, TIMED, Crossing, Stages, has_stages, is_cut_in_time, stages_of
 from shardc.schedules.schedule import ALL, COMPUTE, SENDS, Action, Schedule
@@ -136,13 +138,20 @@ class _Replay:
         return tuple(results)
 
     def _workspace(self, node: fx.Node) -> Blocks:
-        """What a call holds besides operands and results while it runs: the keys and values that come round."""
-        ring = ring_of(node)
-        if ring is None or not is_collective(node):
-            return ()
-        keys, values = (self.program.value_type(self.program.value(each)) for each in goes_round(node)[:2])
-        nbytes = ring_workspace(ring, keys, values, is_backward=node.target is ring_attention_backward)
-        return (Block((node, -1), nbytes, "working"),)
+        """What a call holds besides operands and results while it runs: keys and values that come round, and scores."""
+        ring, nbytes = ring_of(node), 0
+        is_backward = node.target in (ring_attention_backward, TILED_BACKWARD)
+        if ring is not None and is_collective(node):
+            nbytes += ring_workspace(ring, *self._types(goes_round(node)[:2]), is_backward=is_backward)
+        if node.target in (TILED, TILED_BACKWARD) or (ring is not None and ring.family == TILED_FAMILY):
+            q, k = self._types([each for each in node.args if isinstance(each, fx.Node)][is_backward:][:2])
+            dropout = ring.dropout if ring is not None else arguments(node)["dropout_p"]
+            nbytes += tiled_workspace(q, k, TILE, dropout, is_backward=is_backward)
+        return (Block((node, -1), nbytes, "working"),) if nbytes else ()
+
+    def _types(self, nodes: Iterable[fx.Node]) -> list[TensorType]:
+        """The types of values on one rank."""
+        return [type_ for each in nodes if (type_ := self.program.local_type(each)) is not None]
 
     def new(self, value: Value, of: Value | None = None) -> Block:
         """A block for a value, of its class or of that ``of`` another value."""

@@ -21,16 +21,16 @@ def uniform(random: Tensor, key: int, index: Tensor) -> Tensor:
     """Float32 in [0, 1), 24 bits each, of ``index``'s shape.
 
     ``random``: int64[2], seed and step. ``key``: which draw this is. ``index``: int64, the global index of each
-    element. Seed, step and key, mixed one after the other, are the state of a stream of 64 bits. Element ``i`` is the
-    upper half of ``state + i * gamma``, a Weyl sequence, and the lower half of the state, mixed in 32 bits, in which
-    most devices compute fastest. Integers wrap.
+    element. Seed, step and key, mixed one after the other, are the state of a stream of 64 bits. Element ``i`` is
+    ``state + i * gamma``, a Weyl sequence, of which one half is added to the other without carry and mixed in 32 bits,
+    in which most devices compute fastest. Integers wrap.
     """
     if index.is_meta:
         return torch.empty_like(index, dtype=torch.float32)
     state = _stream(random, key)
-    upper = (index * _signed(_GAMMA)).add_(state).bitwise_right_shift_(32).to(torch.int32)
-    lower = ((state << 32) >> 32).to(torch.int32)
-    return (_mix_32(upper.bitwise_xor_(lower)) >> 8).bitwise_and_(2**24 - 1).to(torch.float32).mul_(2.0**-24)
+    bits = (index * _signed(_GAMMA)).add_(state)
+    bits.bitwise_xor_(bits << 32).bitwise_right_shift_(32)  # both halves, as a number that 32 bits have
+    return (_mix_32(bits.to(torch.int32)) >> 8).bitwise_and_(2**24 - 1).to(torch.float32).mul_(2.0**-24)
 
 
 def poisson_quantile(rate: Tensor, chance: Tensor) -> Tensor:

@@ -34,8 +34,8 @@ def mix_32(z: int) -> int:
 def reference(seed: int, step: int, key: int, index: int) -> float:
     """The same in integers without bounds."""
     state = mix(mix(mix(seed + GAMMA & MASK) + step * GAMMA & MASK) + key * GAMMA & MASK)
-    upper, lower = (state + index * GAMMA & MASK) >> 32, state & 0xFFFFFFFF
-    return (mix_32(upper ^ lower) >> 8) / 2**24
+    bits = state + index * GAMMA & MASK
+    return (mix_32(bits >> 32 ^ bits & 0xFFFFFFFF) >> 8) / 2**24
 
 
 def test_the_mixer_is_splitmix64s() -> None:
@@ -82,6 +82,7 @@ STREAMS = {
     "index in the next row": {"start": 1024},
     "every 4096th": {"stride": 4096},
     "far away": {"start": 1 << 40},
+    "where the golden ratio comes back": {"start": 2971215073},  # a Fibonacci number
     "next key": {"key": 1},
     "a later key": {"key": 1 << 31},
     "next step": {"step": 1},

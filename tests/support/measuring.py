@@ -9,9 +9,14 @@ from unittest import mock
 
 import torch
 from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardc.api import Compiled
+from shardc.language.sharding import TensorType
 from shardc.language.words import Part
+from shardc.ops.attention.kernels import tiled_workspace
+from shardc.ops.attention.ring import TILE
+from shardc.ops.attention.tiled import TILED, TILED_BACKWARD
 from shardc.runtime.comm.comm import REDUCE, Comm
 from shardc.runtime.comm.simulated import SimulatedComm
 from shardc.runtime.execute.executor import Executor
@@ -65,6 +70,23 @@ class MeasuringExecutor(Executor):
         return sum(size for address, size in sizes.items() if address not in given)
 
 
+class Scores(TorchDispatchMode):
+    """Sees attention tile by tile, which holds scores while it runs: as many as test_dropped_attention.py measures.
+
+    ``held``: memory of that size.
+    """
+
+    held = torch.empty(0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (TILED, TILED_BACKWARD):
+            is_backward = func is TILED_BACKWARD
+            q, k = map(TensorType.of, args[is_backward:][:2])
+            nbytes = tiled_workspace(q, k, TILE, args[-5], is_backward=is_backward)
+            self.held = torch.empty(nbytes, dtype=torch.uint8)
+        return func(*args, **(kwargs or {}))
+
+
 class Watcher(fx.Interpreter):
     """Runs a part for several ranks, and looks at what is alive on each after every call, before anything dies of it.
 
@@ -76,12 +98,13 @@ class Watcher(fx.Interpreter):
         self.envs, self.look = envs, look
 
     def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
+        with Scores() as scores:
+            result = super().run_node(n)
         if n.op in ("call_function", "call_method"):
             alive = [(node, value) for node, value in self.env.items() if node.op != "placeholder" and node.users]
             columns = [self._column(node, value) for node, value in (*alive, (n, result))]
             for i, env in enumerate(self.envs):
-                self.look(i, [*env, *(column[i] for column in columns if column)])
+                self.look(i, [*env, *(column[i] for column in columns if column), scores.held])
         return result
 
     def _column(self, node: fx.Node, value: Any) -> Sequence[Any]:

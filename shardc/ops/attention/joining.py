@@ -58,11 +58,11 @@ class Gradients:
         self, ring: Ring, index: int, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, *leaves: Tensor
     ) -> None:
         self.ring, self.index, self.rows, self.leaves = ring, index, (grad, q, out, lse), leaves
-        self.of_queries = torch.zeros_like(q, dtype=wide_dtype(q.dtype))
+        self.of_queries = q.new_zeros(q.shape, dtype=wide_dtype(q.dtype))
 
     def meet(self, source: int | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """What the queries add to the gradients of a chunk of keys and values, or of all if ``source`` is None."""
-        dk, dv = (torch.zeros_like(x, dtype=wide_dtype(x.dtype)) for x in (k, v))
+        dk, dv = (x.new_zeros(x.shape, dtype=wide_dtype(x.dtype)) for x in (k, v))
         for tile in self.ring.tiles(self.index, source):
             grad, q, out, lse = (x[:, :, tile.rows] for x in self.rows)
             scores = self.ring.scores(tile, self.leaves)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from shardc.language.sharding import TensorType
 from shardc.ops.reduction import wide_dtype
 
 aten = torch.ops.aten
@@ -138,6 +139,8 @@ class _Tiled:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         out = q.new_empty([*q.shape[:3], v.shape[3]], dtype=wide_dtype(q.dtype))
         lse = out.new_empty(q.shape[:3])
+        if not k.shape[2]:
+            return out.zero_(), lse.fill_(-torch.inf)
         for of_queries, of_keys in _some_heads(q, k):
             some_k, some_v = (_wide(x[of_keys]) for x in (k, v))
             p = self._scores(_wide(q[of_queries]) * _scale(q, scores), some_k, scores, of_queries)
@@ -154,7 +157,7 @@ class _Tiled:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = (torch.empty_like(x, dtype=wide_dtype(x.dtype)) for x in (q, k, v))
+        dq, dk, dv = (x.new_zeros(x.shape, dtype=wide_dtype(x.dtype)) for x in (q, k, v))
         for of_queries, of_keys in _some_heads(q, k):
             some_grad, some_out = (_wide(x[of_queries]) for x in (grad, out))
             some_k, some_v = (_wide(x[of_keys]) for x in (k, v))
@@ -164,11 +167,12 @@ class _Tiled:
             p.sub_(some_lse.masked_fill(some_lse == -torch.inf, 0.0)).exp_()
             ds = _of_heads(of_values, some_v.mT)
             is_kept = None if scores.kept is None else scores.kept(of_queries)
-            dv[of_keys] = _of_keys(p if is_kept is None else p * is_kept, of_values, some_v)
+            dv[of_keys] += _of_keys(p if is_kept is None else p * is_kept, of_values, some_v)
             if is_kept is not None:
                 ds *= is_kept
             ds.sub_((some_grad * some_out).sum(-1, keepdim=True)).mul_(p)
-            dq[of_queries], dk[of_keys] = _of_heads(ds, some_k) * _scale(q, scores), _of_keys(ds, some_q, some_k)
+            dq[of_queries] = _of_heads(ds, some_k) * _scale(q, scores)
+            dk[of_keys] += _of_keys(ds, some_q, some_k)
         return dq, dk, dv
 
     def _scores(self, q: Tensor, k: Tensor, scores: Scores, heads: Heads) -> Tensor:
@@ -185,14 +189,36 @@ class _Tiled:
         return 1 / (1 - scores.dropout) if scores.dropout < 1 else 0.0
 
 
+def tiled_workspace(q: TensorType, k: TensorType, tile: int, dropout: float, *, is_backward: bool) -> int:
+    """Bytes that the kernel of our own holds of scores at a time, whose tiles have at most so many rows and columns.
+
+    Scores and probabilities, in backward their gradients; with dropout the index of each, of 8 bytes, that of its
+    random number, and the number itself, of 4.
+    """
+    (batch, heads, *_), num_keys, rows, columns = q.shape, k.shape[1], min(q.shape[2], tile), min(k.shape[2], tile)
+    num_keys, num_each = _num_heads(heads // num_keys, rows, columns)
+    most = num_keys * num_each * rows * columns
+    width = wide_dtype(q.dtype).itemsize
+    each = width * (2 + is_backward) if not dropout else width * (1 + is_backward) + 20
+    return min(most, batch * heads * rows * columns) * each
+
+
+def _num_heads(num_each: int, rows: int, columns: int) -> tuple[int, int]:
+    """Heads of keys, and of each some of its ``num_each`` heads of queries, whose scores are made at a time."""
+    most = max(1, MOST_SCORES // max(1, rows * columns))
+    return max(1, most // num_each), min(most, num_each)
+
+
 def _some_heads(q: Tensor, k: Tensor) -> Iterator[tuple[Heads, Heads]]:
     """Heads of queries, and those of keys that they see, of which few enough scores are made at a time."""
     num_keys, num_each = k.shape[1], q.shape[1] // k.shape[1]
-    num_heads = max(1, MOST_SCORES // (num_each * q.shape[2] * k.shape[2]))
+    num_heads, num_of_each = _num_heads(num_each, q.shape[2], k.shape[2])
     num_samples, width = max(1, num_heads // num_keys), min(num_heads, num_keys)
     for sample, head in product(range(0, q.shape[0], num_samples), range(0, num_keys, width)):
-        samples, end = slice(sample, sample + num_samples), head + width
-        yield (samples, slice(head * num_each, end * num_each)), (samples, slice(head, end))
+        samples, start, stop = slice(sample, sample + num_samples), head * num_each, (head + width) * num_each
+        step = num_of_each if width == 1 else stop - start
+        for first in range(start, stop, step):
+            yield (samples, slice(first, min(first + step, stop))), (samples, slice(head, head + width))
 
 
 def _scale(q: Tensor, scores: Scores) -> float:

@@ -154,6 +154,7 @@ class Ring:
                 height, width = max(1, len(queries)), max(1, len(keys))
             elif self.mask is not None and self.mask.may_lower:
                 width = max(1, len(keys))
+                height = max(1, TILE * TILE // width) if self.family == TILED_FAMILY else TILE
             for rows, columns in product(pieces(queries, height), pieces(keys, width)):
                 yield from self._seen(run, other, rows, columns)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -14,11 +15,15 @@ from parallel_models import whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardc
 from shardc import Mesh, P, Remat, Zero, compile
 from shardc.api import Compiled
-from shardc.ops.attention.tiled import TILED, TILED_BACKWARD
+from shardc.language.errors import CaptureError
+from shardc.language.sharding import TensorType
+from shardc.ops.attention.kernels import tiled_workspace
+from shardc.ops.attention.tiled import TILED, TILED_BACKWARD, tiled_attention, tiled_attention_backward
 
 TOLERANCE = 1e-10
 RATE = 0.4
@@ -164,6 +169,51 @@ def test_probabilities_are_dropped_after_the_softmax(
             torch.testing.assert_close(one, other, rtol=0, atol=TOLERANCE)
 
 
+class Alive(TorchDispatchMode):
+    """Counts the bytes of what is made in the block; ``most``: at any time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (list, tuple)) else [result]:
+            storage = tensor.untyped_storage()
+            if not hasattr(storage, "is_counted"):
+                storage.is_counted = True
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self.free, storage.nbytes())
+        return result
+
+    def free(self, nbytes: int) -> None:
+        self.now -= nbytes
+
+
+@pytest.mark.parametrize("num_keys", [4, 2, 1])
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_bytes_of_scores_are_as_announced(
+    dtype: torch.dtype, rate: float, num_keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In tiles of 256 of 512 positions, of two heads at a time; the mask and operands add a third at most."""
+    monkeypatch.setattr("shardc.ops.attention.ring.TILE", 256)
+    monkeypatch.setattr("shardc.ops.attention.kernels.MOST_SCORES", 2 * 256**2)
+    q, k, v = (torch.randn(1, heads, 512, 4, dtype=dtype) for heads in (4, num_keys, num_keys))
+    drawn = (torch.tensor([1, 2]), torch.arange(4 * 512).view(1, 4, 512)) if rate else (None, None)
+    out, lse = TILED(q, k, v, *drawn, rate, 0, True, None, None)
+    with torch.no_grad(), Alive() as forward:
+        tiled_attention._init_fn(q, k, v, *drawn, rate, 0, True, None, None)
+    with torch.no_grad(), Alive() as backward:
+        tiled_attention_backward._init_fn(out, q, k, v, out, lse, *drawn, rate, 0, True, None, None)
+    types = TensorType.of(q), TensorType.of(k)
+    for alive, results, is_backward in ((forward, (out, lse), False), (backward, (q, k, v), True)):
+        most = alive.most - sum(each.nbytes * 4 // each.itemsize for each in results)
+        announced = tiled_workspace(*types, 256, rate, is_backward=is_backward)
+        assert 0.9 * announced < most < 1.34 * announced, (announced, most)
+
+
 def test_each_layer_and_each_step_drops_others() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -211,6 +261,36 @@ def test_autocast_gives_attention_its_dtype() -> None:
     compiled = compiled_step(Cast(), Mesh(cp=2), inputs, "cp", attention="ring")
     (ring,) = (node for node in compiled.program.calls if node.name == "ring_attention")
     assert str(compiled.program.types(ring)[0]).startswith("bf16")
+
+
+@pytest.mark.parametrize("axis", ["cp", "cp:zigzag"])
+def test_there_may_be_no_keys(axis: str) -> None:
+    model, inputs = Dropping(is_causal=False).double(), draw(4) | {"y": torch.empty(BATCH, 0, WIDTH).double()}
+    compiled = compile(model, Mesh(cp=2), {"x": P(None, axis)}, kwargs=inputs, attention="ring")
+    alone = compile(model, Mesh(one=1), {}, kwargs=inputs)
+    torch.testing.assert_close(compiled.simulate(**inputs)[0], alone.simulate(**inputs)[0])
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [torch.ones(8, 8, dtype=torch.int64), torch.ones(8, 7, dtype=torch.bool)],
+    ids=["whole numbers", "too few keys"],
+)
+def test_a_mask_that_torch_refuses_is_refused(mask: Tensor) -> None:
+    with pytest.raises(CaptureError, match="attn_mask|broadcast"):
+        compile(Dropping(is_causal=False), Mesh(cp=2), {}, kwargs=draw(8, dtype=torch.float32) | {"mask": mask})
+
+
+@pytest.mark.slow
+def test_compiled_code_drops_the_same() -> None:
+    inputs, losses = draw(8, dtype=torch.float32), list[Tensor]()
+    for options in ({}, {"compile": "inductor"}):
+        torch.manual_seed(0)
+        parallel = shardc.parallelize(Dropping(), Mesh(dp=2), {"x": P("dp")}, **options)  # type: ignore[arg-type]
+        losses.append(parallel(**inputs))
+        losses[-1].backward()
+        losses += [parallel.q.weight.grad]
+    torch.testing.assert_close(losses[:2], losses[2:])
 
 
 def step_on_ranks() -> Any:
