@@ -92,7 +92,8 @@ def _attention(
         mask = attn_mask if attn_mask is None or attn_mask.ndim < 3 else attn_mask.unsqueeze(1)
         q, k, v = (x.unsqueeze(1) for x in (query, key, value))
         return _attention(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa).squeeze(1)
-    if dropout_p or query.shape[-1] != value.shape[-1]:
+    is_fused = query.shape[-1] == value.shape[-1] or query.device.type == "cuda"  # by a kernel of torch
+    if dropout_p or not is_fused:
         q, k, v = map(_as_autocast_does, (query, key, value))
         if _are_heads(q, k, v, enable_gqa) and 0.0 <= dropout_p <= 1.0:
             if attn_mask is None:
