@@ -31,16 +31,16 @@ SOAKED = tuple(f"runtime/{room}" for room in (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Put all tests of the gloo processes into one group, hence one worker of pytest-xdist; mark what is a soak.
 
-    In that group those that start processes of their own come last, when the shared ones have ended. Sweeps, which may
-    take minutes, come first, so that no worker is left with one at the end. xdist writes the group into each test's
-    name, where pytest 9.2 no longer reads it.
+    In that group those that start processes of their own come last, when the shared ones have ended. Long ones come
+    first, so that no worker is left with one at the end. xdist writes the group into each test's name, where pytest 9.2
+    no longer reads it.
     """
     for item in items:
         if "gloo" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("gloo"))
         if item.get_closest_marker("sweep") and item.path.relative_to(TESTS).as_posix().startswith(SOAKED):
             item.add_marker(pytest.mark.soak)
-    items.sort(key=lambda item: (_starts_its_own(item), item.get_closest_marker("sweep") is None))
+    items.sort(key=lambda item: (_starts_its_own(item), not _is_long(item)))
     yield
     for item in items:
         if "_nodeid" in vars(item):
@@ -65,6 +65,11 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """End the gloo processes after the last test that uses them: idle, their threads take a part of a processor."""
     if nextitem is not None and _group(item) == "gloo" and "gloo" not in getattr(nextitem, "fixturenames", ()):
         POOL.close()
+
+
+def _is_long(item: pytest.Item) -> bool:
+    is_search = item.path.is_relative_to(TESTS / "search")
+    return is_search or any(item.get_closest_marker(name) for name in ("sweep", "slow"))
 
 
 def _starts_its_own(item: pytest.Item) -> bool:

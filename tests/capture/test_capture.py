@@ -25,7 +25,9 @@ from shardc.capture.signature import TensorLeaf
 from shardc.language.errors import CaptureError, ShardingError
 from shardc.language.partition import P
 from shardc.language.sharding import TensorType
+from shardc.ops.attention.tiled import TILED
 from shardc.passes.verify import verify
+from shardc.program.node import arguments
 from shardc.program.provenance import Source
 
 aten = torch.ops.aten
@@ -978,13 +980,14 @@ class Dropouts(nn.Module):
         return F.dropout(x, self.drop.p).sum()
 
 
-def test_every_dropout_is_native_dropout_forward_and_backward():
+def test_every_dropout_is_native_dropout_or_that_of_attention_forward_and_backward():
     captured = capture(Dropouts(), (torch.randn(2, 4, 8),), {})
     drops = [node for node in captured.program.calls if node.target is aten.native_dropout.default]
     backs = [node for node in captured.program.calls if node.target is aten.native_dropout_backward.default]
     random = [node for node in captured.program.calls if torch.Tag.nondeterministic_seeded in node.target.tags]
-    assert (len(drops), len(backs), random) == (3, 3, drops)
-    assert [node.args[1:] for node in drops] == [(0.5, True)] * 3
+    attention = [node for node in captured.program.calls if node.target is TILED]
+    assert (len(drops), len(backs), len(attention)) == (2, 2, 1) and {*random} == {*drops, *attention}
+    assert [node.args[1:] for node in drops] == [(0.5, True)] * 2 and arguments(attention[0])["dropout_p"] == 0.5
 
 
 def test_a_checkpointed_block_is_drawn_once():
@@ -998,7 +1001,8 @@ def test_a_checkpointed_block_is_drawn_once():
 
     for reentrant in (False, True):
         captured = capture(Checkpointed(use_reentrant=reentrant), (torch.randn(2, 4, 8, requires_grad=True),), {})
-        assert sum(node.target is aten.native_dropout.default for node in captured.program.calls) == 3
+        targets = [node.target for node in captured.program.calls]
+        assert targets.count(aten.native_dropout.default) == 2 and targets.count(TILED) == 1
 
 
 # Annotations in the graph.

@@ -40,7 +40,7 @@ def test_no_rank_saves_more_than_the_budget(schedule: str) -> None:
     """Of all its microbatches under way; a rank that saves less anyway makes nothing again; the bits are the same."""
     whole = compiled(schedule)
     before = saved(whole)
-    budget = int(0.7 * max(before))
+    budget = int(0.75 * max(before))
     less = compiled(schedule, Remat(budget=budget))
     assert 0.8 * budget <= max(saved(less)) <= budget
     if schedule == "1f1b":

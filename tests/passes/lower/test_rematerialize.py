@@ -71,7 +71,7 @@ def test_gradients_are_the_same_to_the_bit_and_less_is_alive(plan: str, share: i
     assert_same_bits(less.simulate(*args), wanted)
     found, announced, before = measured(less, *args), without_optimizer(less.memory), without_optimizer(whole.memory)
     assert all(abs(found[key] - announced[key]) <= 0.01 * announced[key] for key in found)
-    assert found["saved"] <= 0.5 * before["saved"] and found["peak"] < 0.8 * before["peak"]
+    assert found["saved"] <= 0.5 * before["saved"] and found["peak"] < 0.85 * before["peak"]
     assert wire(less) == wire(whole)
 
 
