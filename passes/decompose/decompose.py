@@ -209,8 +209,8 @@ def _cut_dims(
 
 def _is_stored(program: Program, node: fx.Node, cut: DimSharding) -> bool:
     """A table cut over an axis that cuts inputs is stored so, as all parameters may be, and gathered for use."""
-    data = {axis for pin in program.pins if pin.kind == "input" for axis in pin.axes}
-    return node.target in TABLES and not data.isdisjoint(part.name for part in cut.all_axes)
+    data = program.input_axes
+    return node.target in TABLES and any(part.name in data for part in cut.all_axes)
 
 
 def _is_scattered(node: fx.Node, cuts: Cuts, whole: set[str]) -> bool:

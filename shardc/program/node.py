@@ -67,7 +67,7 @@ def is_uniform(node: fx.Node) -> bool:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether a node draws random numbers: attention without dropout draws none, nor what is given a seed."""
+    """Whether a node draws from a generator of torch's; attention does only with dropout, and until it has a seed."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     given = arguments(node) if hasattr(node.target, "_schema") else {}

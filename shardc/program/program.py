@@ -182,6 +182,11 @@ class Program:
         return tuple(self.graph.find_nodes(op="placeholder"))
 
     @property
+    def input_axes(self) -> tuple[str, ...]:
+        """The names of the axes that cut an input of the model, or its positions in zigzag."""
+        return tuple(dict.fromkeys(axis for pin in self.pins if pin.kind == "input" for axis in pin.axes))
+
+    @property
     def named_inputs(self) -> dict[tuple[str, str], fx.Node]:
         """The placeholders by kind and name."""
         return {(put.kind, put.name): node for put, node in zip(self.inputs, self.placeholders, strict=True)}

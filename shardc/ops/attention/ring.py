@@ -79,7 +79,7 @@ class Ring:
     def sent(self) -> tuple[range, ...] | None:
         """For each step the rows of a chunk of keys that are sent: those that ranks further on see. None for all."""
         is_known = self.travels and self.mask is not None and self.count <= MOST_COUNTED
-        return _sent(self) if is_known else None
+        return _sent(self._undrawn) if is_known else None
 
     def rows(self, step: int) -> range:
         """The rows of a chunk of keys that are met in a step."""
@@ -91,7 +91,14 @@ class Ring:
         """Work of the busiest rank beside the mean of all; 1 for masks, whose tiles may be many."""
         if not isinstance(self.count, int) or self.count > MOST_COUNTED or not self.is_causal or self.mask is not None:
             return 1.0
-        return _imbalance(replace(self, family="flash_attention", dropout=0.0))
+        return _imbalance(self._undrawn)
+
+    @property
+    def _undrawn(self) -> Ring:
+        """The same without dropout, in which each layer has a draw of its own: what layers ask is found out once."""
+        if self.family != TILED_FAMILY:
+            return self
+        return replace(self, family="flash_attention", dropout=0.0, draw=0)
 
     def tiles(self, index: int, source: int | None) -> Iterator[Tile]:
         """What the queries of a chunk see of the keys of another chunk, or of all, in tiles; causal ones are square."""

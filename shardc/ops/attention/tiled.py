@@ -1,8 +1,8 @@
 """Attention tile by tile, for any device: with dropout, and with values of another head size than keys.
 
-Nothing as large as all scores is made or saved. Of dropout each mesh draws the same, by a counter: ``random`` is the
-program's seed and step, ``draw`` which draw of the step it is, ``first`` see ``Ring.scores``. As it is captured the op
-has none of the three.
+No tensor as large as all scores is made or saved. Every mesh drops the same probabilities, since random numbers are
+computed from ``random``, the program's seed and step, ``draw``, the number of this draw in the step, and the index of
+each score, which ``first`` gives as ``Ring.scores`` says. The pass ``draw_random`` sets the three.
 """
 
 from __future__ import annotations

@@ -295,8 +295,7 @@ def stage_candidates(program: Program, cause: StageCrossing, is_late: bool, mesh
     # One stage: its ranks go to the axis that cuts the batch, else to any other axis, else they are left out.
     sizes = mesh.sizes
     freed, sizes[pipeline.axis] = sizes[pipeline.axis], 1
-    data = [axis for pin in program.pins if pin.kind == "input" for axis in pin.axes]
-    other = next((name for name in [*data, *sizes] if name in sizes and name != pipeline.axis), None)
+    other = next((name for name in [*program.input_axes, *sizes] if name in sizes and name != pipeline.axis), None)
     if other is not None:
         sizes[other] *= freed
     return [*changes[: count - 1], Change(pipeline_fields=even, mesh=tuple(sizes.items()))]

@@ -168,8 +168,7 @@ def why_needed(program: Program, node: fx.Node) -> str:
 def _why_sum(program: Program, node: fx.Node, moved: list[Movement], axes: str) -> str:
     outputs = [program.outputs[i] for movement in moved for i in movement.outputs]
     kinds = {output.kind for output in outputs}
-    batch_axes = {axis for pin in program.pins if pin.kind == "input" for axis in pin.axes}
-    if kinds == {"gradient"} and set(axes_of(node)) <= batch_axes:
+    if kinds == {"gradient"} and set(axes_of(node)) <= {*program.input_axes}:
         what = f"{outputs[0].name} and {len(outputs) - 1} more" if len(outputs) > 1 else outputs[0].name
         return (
             f"the gradient of {what} is a sum over the batch, of which each rank along {axes} has a part: "
