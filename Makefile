@@ -47,6 +47,7 @@ bench: $(VENV)/installed
 # On a machine with GPUs: what only they show. One GPU is enough; with several the ranks are NCCL's.
 cuda: $(VENV)/installed-test
 	$(BIN)/torchrun --standalone --nproc-per-node gpu benchmarks/on_gpus.py
+	$(BIN)/python benchmarks/attention_on_gpus.py
 
 # The example for Ray Train, in an environment with Ray, which is a download of about 150 MB.
 ray: $(VENV)/installed-ray

@@ -12,10 +12,9 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from shardc.language.errors import ShardingError
-from shardc.ops import op_rule
 from shardc.ops.contraction import dot, takes_bias
 from shardc.ops.index import WRITE_OVER
-from shardc.ops.normalization import TAKE_CONTIGUOUS
+from shardc.ops.layout import LAYOUTS, Layout
 from shardc.ops.pointwise import is_pointwise
 from shardc.program.lifetime import dies_at, is_whole
 from shardc.program.opaque import Opaque
@@ -46,10 +45,9 @@ def biased_products(part: Sequence[fx.Node], program: Program) -> dict[fx.Node, 
 
 def kernel_of(node: fx.Node, target: Kernel) -> Kernel:
     """The kernel of a call whose op, or the form of it that writes over an operand, is ``target``; fx can name it."""
-    needs_contiguous, rule = node.target in TAKE_CONTIGUOUS, op_rule(node.target)
     kernel = _direct(target)
-    if needs_contiguous or (rule is not None and rule.is_dense):
-        kernel = _with_layout(kernel, needs_contiguous)
+    if node.target in LAYOUTS:
+        kernel = _with_layout(kernel, LAYOUTS[node.target])
     return _custom(kernel, node.name) if _is_custom(node.target) else kernel
 
 
@@ -113,17 +111,13 @@ def _softmax(node: fx.Node, program: Program) -> Kernel | None:
     return over_operand if node.args[1] in (-1, len(program.type(node).shape) - 1) else None
 
 
-def _with_layout(kernel: Kernel, needs_contiguous: bool) -> Kernel:
+def _with_layout(kernel: Kernel, layout: Layout) -> Kernel:
     """The kernel on copies of operands whose memory layout it does not take."""
 
-    def prepare(x: Any) -> Any:
-        is_ready = not isinstance(x, Tensor) or (not needs_contiguous and (x.ndim == 0 or x.stride(-1) == 1))
-        return x if is_ready else x.contiguous()
+    def prepared(*args: Any, **kwargs: Any) -> Any:
+        return kernel(*(layout(i, x) if isinstance(x, Tensor) else x for i, x in enumerate(args)), **kwargs)
 
-    def dense(*args: Any, **kwargs: Any) -> Any:
-        return kernel(*map(prepare, args), **kwargs)
-
-    return dense
+    return prepared
 
 
 def _is_custom(target: Any) -> bool:

@@ -29,7 +29,8 @@ from shardc.language.mesh import MICROBATCH
 from shardc.language.partition import parse_parts
 from shardc.language.sharding import TensorType, ceil_div, chunk_of, num_shards
 from shardc.language.words import PARTS, Part
-from shardc.ops.attention.kernels import TILED_FAMILY, tiled_workspace
+from shardc.ops.attention.kernels import TILED_FAMILY
+from shardc.ops.attention.products import tiled_workspace
 from shardc.ops.attention.ring import TILE, ring_workspace
 from shardc.ops.attention.rules import ring_attention_backward
 from shardc.ops.attention.tiled import TILED, TILED_BACKWARD

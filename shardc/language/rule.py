@@ -133,13 +133,11 @@ class OpRule:
 
     ``local(call, shard)`` is given the call twice, in global and in one rank's types, and returns the arguments that
     differ on a rank, by position: a size, a start or a count. A position may be one past the last argument.
-    ``is_dense``: a kernel of the op assumes that elements of the last dim are neighbours in memory.
     ``is_users``: a user has registered it.
     """
 
     bind: Bind
     local: Local | None = None
-    is_dense: bool = False
     is_users: bool = False
 
 
@@ -156,7 +154,6 @@ def rule(
     sizes: int | None = None,
     local: Local | None = None,
     is_even: bool = False,
-    is_dense: bool = False,
 ) -> None:
     """Enter the rule of an op, or of each in a tuple of ops, in the table.
 
@@ -164,7 +161,7 @@ def rule(
     a dim that is never cut, ``...`` the leading dims, ``_`` a tensor without a constraint; a dim of size 1 has no
     part in a factor that is larger elsewhere (it is broadcast). ``linear="0 1"`` lists groups of operands, ``"01"``
     one group of two. ``whole="k"`` names factors that must not be cut. ``sizes=1``: ``args[1]`` is the shape of the
-    first result, which becomes local. ``is_even`` and ``is_dense``: see ``Rule`` and ``OpRule``.
+    first result, which becomes local. ``is_even``: see ``Rule``.
     """
 
     def bind(call: OpCall) -> Rule:
@@ -176,7 +173,7 @@ def rule(
 
     for each in op if isinstance(op, tuple) else (op,):
         assert each not in RULES, f"{each} has two rules"
-        RULES[each] = OpRule(bind, local_sizes(sizes) if sizes is not None else local, is_dense)
+        RULES[each] = OpRule(bind, local_sizes(sizes) if sizes is not None else local)
 
 
 def local_sizes(arg: int) -> Local:

@@ -14,10 +14,6 @@ from shardc.ops.view import dim_names
 aten = torch.ops.aten
 
 
-# Kernels that refuse operands of any other layout; programs do not state layouts, so the executor makes them so.
-TAKE_CONTIGUOUS = frozenset({aten.native_group_norm.default, aten.native_group_norm_backward.default})
-
-
 def _layer_norm_rule(spec: str, operand: int) -> Bind:
     """``X`` in the spec is the input, whose normalized dims are whole, ``S`` its statistics, ``W`` the weight.
 

@@ -21,16 +21,28 @@ def uniform(random: Tensor, key: int, index: Tensor) -> Tensor:
     """Float32 in [0, 1), 24 bits each, of ``index``'s shape.
 
     ``random``: int64[2], seed and step. ``key``: which draw this is. ``index``: int64, the global index of each
-    element. Seed, step and key, mixed one after the other, are the state of a stream of 64 bits. Element ``i`` is
-    ``state + i * gamma``, a Weyl sequence, of which one half is added to the other without carry and mixed in 32 bits,
-    in which most devices compute fastest. Integers wrap.
+    element.
     """
     if index.is_meta:
         return torch.empty_like(index, dtype=torch.float32)
-    state = _stream(random, key)
+    return uniform_of(stream(random, key), index)
+
+
+def uniform_of(state: Tensor, index: Tensor) -> Tensor:
+    """The numbers of a stream at these places.
+
+    Element ``i`` is ``state + i * gamma``, a Weyl sequence of 64 bits, of which one half is added to the other without
+    carry and mixed in 32 bits, in which most devices compute fastest. Integers wrap.
+    """
     bits = (index * _signed(_GAMMA)).add_(state)
     bits.bitwise_xor_(bits << 32).bitwise_right_shift_(32)  # both halves, as a number that 32 bits have
     return (_mix_32(bits.to(torch.int32)) >> 8).bitwise_and_(2**24 - 1).to(torch.float32).mul_(2.0**-24)
+
+
+def stream(random: Tensor, key: int) -> Tensor:
+    """The state of the stream of 64 bits that seed, step and key select, mixed one after the other (SplitMix64)."""
+    seed, step = random[0], random[1]
+    return _mix(_mix(_mix(seed + _signed(_GAMMA)) + step * _signed(_GAMMA)) + _signed(key * _GAMMA))
 
 
 def poisson_quantile(rate: Tensor, chance: Tensor) -> Tensor:
@@ -66,7 +78,7 @@ def seeded(random: Tensor, key: int, name: str, *args: Any) -> Any:
     if random.is_meta:
         return _on_meta(op, list(positional.values()), named)
     with torch.random.fork_rng([random.device] if random.is_cuda else []):
-        torch.manual_seed(int(_mix(_stream(random, key))))
+        torch.manual_seed(int(_mix(stream(random, key))))
         return op(*positional.values(), **named)  # type: ignore[operator]
 
 
@@ -78,12 +90,6 @@ def _on_meta(op: Any, args: list[Any], named: dict[str, Any]) -> Any:
         zeros = [torch.zeros_like(arg, device="cpu") if isinstance(arg, Tensor) else arg for arg in args]
         result = op(*zeros, **named)
         return result.to("meta") if isinstance(result, Tensor) else tuple(each.to("meta") for each in result)
-
-
-def _stream(random: Tensor, key: int) -> Tensor:
-    """The state of SplitMix64 that seed, step and key select."""
-    seed, step = random[0], random[1]
-    return _mix(_mix(_mix(seed + _signed(_GAMMA)) + step * _signed(_GAMMA)) + _signed(key * _GAMMA))
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ def casts_behind(node: fx.Node, *others: Any) -> list[fx.Node]:
 
 def last_node(graph: fx.Graph) -> fx.Node:
     """The last node of a graph; the output where it is complete."""
-    return next(reversed(graph.nodes))
+    return next(iter(reversed(graph.nodes)))
 
 
 def op_name(target: Any) -> str:

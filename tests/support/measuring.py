@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardc.api import Compiled
 from shardc.language.sharding import TensorType
 from shardc.language.words import Part
-from shardc.ops.attention.kernels import tiled_workspace
+from shardc.ops.attention.products import tiled_workspace
 from shardc.ops.attention.ring import TILE
 from shardc.ops.attention.tiled import TILED, TILED_BACKWARD
 from shardc.runtime.comm.comm import REDUCE, Comm

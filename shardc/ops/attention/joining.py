@@ -23,17 +23,19 @@ from .ring import Ring
 class Joined:
     """The attention of a chunk of queries to all keys that it has met.
 
-    State: ``out``, in the dtype that sums are made in, and ``lse``, minus infinity where a query has seen no key yet.
+    State: ``out``, in the dtype that sums are made in and in the layout of torch's kernels, and ``lse``, minus
+    infinity where a query has seen no key yet.
     """
 
     def __init__(self, ring: Ring, index: int, q: Tensor, v: Tensor, *leaves: Tensor) -> None:
-        self.ring, self.index, self.q, self.leaves = ring, index, q, leaves
-        self.out = v.new_zeros([*q.shape[:3], v.shape[3]], dtype=wide_dtype(v.dtype))
+        self.ring, self.index, self.q, self.leaves = ring, index, q, ring.with_stream(leaves)
+        batch, heads, rows, _ = q.shape
+        self.out = v.new_zeros([batch, rows, heads, v.shape[3]], dtype=wide_dtype(v.dtype)).transpose(1, 2)
         self.lse = v.new_full(q.shape[:3], -torch.inf, dtype=self.out.dtype)
 
     def meet(self, source: int | None, k: Tensor, v: Tensor) -> None:
         """Let the queries attend to a chunk of keys and values, or to all of them if ``source`` is None."""
-        for tile in self.ring.tiles(self.index, source):
+        for tile in self.ring.tiles(self.index, source, self.q.is_cuda):
             q, out, lse = (x[:, :, tile.rows] for x in (self.q, self.out, self.lse))
             scores = self.ring.scores(tile, self.leaves)
             run = kernels(self.ring.family, scores).forward
@@ -57,13 +59,13 @@ class Gradients:
     def __init__(
         self, ring: Ring, index: int, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, *leaves: Tensor
     ) -> None:
-        self.ring, self.index, self.rows, self.leaves = ring, index, (grad, q, out, lse), leaves
+        self.ring, self.index, self.rows, self.leaves = ring, index, (grad, q, out, lse), ring.with_stream(leaves)
         self.of_queries = q.new_zeros(q.shape, dtype=wide_dtype(q.dtype))
 
     def meet(self, source: int | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """What the queries add to the gradients of a chunk of keys and values, or of all if ``source`` is None."""
         dk, dv = (x.new_zeros(x.shape, dtype=wide_dtype(x.dtype)) for x in (k, v))
-        for tile in self.ring.tiles(self.index, source):
+        for tile in self.ring.tiles(self.index, source, self.of_queries.is_cuda):
             grad, q, out, lse = (x[:, :, tile.rows] for x in self.rows)
             scores = self.ring.scores(tile, self.leaves)
             run = kernels(self.ring.family, scores).backward

@@ -5,25 +5,26 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shardc.language.partition import ZIGZAG
 from shardc.language.sharding import TensorType, ceil_div
-from shardc.ops.random import uniform
+from shardc.ops.random import stream
 from shardc.ops.reduction import wide_dtype
 from shardc.ops.zigzag import in_zigzag
 
-from .kernels import TILED_FAMILY, Family, Heads, Scores
+from .kernels import TILED_FAMILY, Family
 from .mask import Mask, has_rows, mask_of
+from .products import Dropout, Scores
 from .tiles import Run, Tile, joined, pieces, place, runs_of, side_by_side, tiles, within
 
 POSITIONS = 2  # the dim of queries, keys and values, of results and of the logsumexp
 TILE = 1024  # queries, and keys, for which a part of a mask is made at a time
+TILE_ON_CUDA = 4096  # queries, and keys, whose scores are made at a time, where there is no mask
 MOST_COUNTED = 64  # chunks of which it is found out how far their keys travel, and which has most to do
 
 
@@ -100,42 +101,50 @@ class Ring:
             return self
         return replace(self, family="flash_attention", dropout=0.0, draw=0)
 
-    def tiles(self, index: int, source: int | None) -> Iterator[Tile]:
-        """What the queries of a chunk see of the keys of another chunk, or of all, in tiles; causal ones are square."""
+    def tiles(self, index: int, source: int | None, on_cuda: bool = False) -> Iterator[Tile]:
+        """What the queries of a chunk see of the keys of another chunk, or of all, in tiles; causal ones are square.
+
+        ``on_cuda``: tiles without a mask may be larger.
+        """
         runs, others = self._queries(index), self._keys(source)
         if source is not None and self.sent is not None:
             step = (index - source) % self.count
             others = within(others, self.rows(step)) if step <= len(self.sent) else []
         if self.family == TILED_FAMILY:
-            yield from self._apart(runs, others)
+            yield from self._apart(runs, others, TILE_ON_CUDA if on_cuda else TILE)
         elif self.is_causal and self.mask is None and len(runs) > 1 and runs == others:
             whole = slice(0, sum(len(each.positions) for each in runs))  # in a rank too, later ones see all before them
             yield Tile(whole, whole, runs[0].positions.start, is_causal=True, is_masked=False)
         else:
-            yield from joined(self._apart(runs, others))
+            yield from joined(self._apart(runs, others, TILE))
 
     def scores(self, tile: Tile, leaves: Sequence[Tensor]) -> Scores:
         """What becomes of scores in a tile.
 
-        ``leaves``: those of the mask, and where there is dropout the program's seed and step, and for each query
-        the index of its first score among all, ``[batch, heads, queries]``.
+        ``leaves``: what ``with_stream`` returns.
         """
-        mask, kept = None, None
+        mask, dropout = None, None
         if self.dropout:
-            *leaves, random, first = leaves
-            kept = partial(self._kept, random, first[:, :, tile.rows], tile)
+            *leaves, state, first = leaves
+            dropout = Dropout(state, first[:, :, tile.rows], tile.start, self.dropout)
         if tile.is_masked:
             assert self.mask is not None
             rows = [leaf[..., tile.rows, :] if has_rows(leaf.shape) else leaf for leaf in leaves]
             mask = self.mask.make(
                 [x.narrow(-1, tile.start, tile.num_columns) if x.ndim and x.shape[-1] > 1 else x for x in rows]
             )
-        return Scores(mask, tile.is_causal, self.scale, kept, self.dropout)
+        return Scores(mask, tile.is_causal, self.scale, dropout)
 
-    def _kept(self, random: Tensor, first: Tensor, tile: Tile, heads: Heads) -> Tensor:
-        """Which probabilities of some heads are kept."""
-        columns = torch.arange(tile.start, tile.start + tile.num_columns, device=first.device)
-        return uniform(random, self.draw, first[heads].unsqueeze(-1) + columns) < 1 - self.dropout
+    def with_stream(self, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The operands after queries, keys and values, with the state of a stream in place of seed and step.
+
+        They are the leaves of the mask, and where there is dropout the program's seed and step, and for each query the
+        index of its first score among all, ``[batch, heads, queries]``.
+        """
+        if not self.dropout:
+            return tuple(leaves)
+        *of_mask, random, first = leaves
+        return *of_mask, stream(random, self.draw), first
 
     def reorder(
         self, op: Callable[..., Tensor], of_queries: Sequence[Tensor], of_keys: Sequence[Tensor]
@@ -152,11 +161,11 @@ class Ring:
             return runs_of(self.keys, self.count, source, self.in_zigzag[1])
         return side_by_side(in_zigzag(self.keys, self.count) if self.in_zigzag[1] else [range(self.keys)])
 
-    def _apart(self, runs: Sequence[Run], others: Sequence[Run]) -> Iterator[Tile]:
+    def _apart(self, runs: Sequence[Run], others: Sequence[Run], unmasked: int) -> Iterator[Tile]:
         """The tiles of runs of queries and runs of keys, none too large for what is made for each of its scores."""
         for run, other in product(runs, others):
             queries, keys = run.positions, other.positions
-            height, width = TILE, TILE
+            height = width = unmasked if self.mask is None else TILE
             if self.mask is None and self.family != TILED_FAMILY:
                 height, width = max(1, len(queries)), max(1, len(keys))
             elif self.mask is not None and self.mask.may_lower:

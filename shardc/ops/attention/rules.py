@@ -14,8 +14,9 @@ from shardc.language.rule import OpCall, Rule, make_rule, rule
 from shardc.language.sharding import TensorType
 from shardc.ops.zigzag import in_order, zigzag
 
-from .kernels import FAMILIES, TILED_FAMILY, Family, Scores, kernels
+from .kernels import FAMILIES, TILED_FAMILY, Family, kernels
 from .mask import has_rows
+from .products import Scores
 from .ring import Ring
 from .tiled import TILED, TILED_BACKWARD
 from .tiles import Tile
@@ -58,8 +59,8 @@ def _in_chunks(call: OpCall, first: int = 0, count: int = 1, travels: bool = Tru
 FORWARD: dict[Any, Family] = {TILED: TILED_FAMILY, **OF_TORCH}
 BACKWARD: dict[Any, Family] = {TILED_BACKWARD: TILED_FAMILY, **OF_TORCH_BACKWARD}
 
-rule(tuple(FORWARD), _in_chunks, is_dense=True)  # torch 2.13 silently computes wrong values for other layouts
-rule(tuple(BACKWARD), partial(_in_chunks, first=1), is_dense=True)
+rule(tuple(FORWARD), _in_chunks)
+rule(tuple(BACKWARD), partial(_in_chunks, first=1))
 
 
 def is_attention(target: Any) -> bool:
@@ -103,7 +104,7 @@ def _whole_scores(ring: Ring, leaves: Sequence[Tensor]) -> Scores:
         ordered = [in_order(x, x.ndim - 2, 1, 1, ring.count) if has_rows(x.shape) else x for x in given]
         leaves = [*ordered, *drawn[:1], *ring.reorder(in_order, drawn[1:], [])]
     everything = Tile(slice(0, ring.queries), slice(0, ring.keys), 0, ring.is_causal, ring.mask is not None)
-    return ring.scores(everything, leaves)
+    return ring.scores(everything, ring.with_stream(leaves))
 
 
 RINGS = (ring_attention, ring_attention_backward)

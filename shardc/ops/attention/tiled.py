@@ -56,7 +56,9 @@ def _on_one_rank(
 
 @tiled_attention.register_fake
 def _fake(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=wide_dtype(q.dtype))
+    batch, heads, rows, _ = q.shape
+    out = q.new_empty(batch, rows, heads, v.shape[3]).transpose(1, 2)
+    return out, q.new_empty(q.shape[:3], dtype=wide_dtype(q.dtype))
 
 
 @tiled_attention_backward.register_fake

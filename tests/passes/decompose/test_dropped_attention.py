@@ -22,7 +22,7 @@ from shardc import Mesh, P, Remat, Zero, compile
 from shardc.api import Compiled
 from shardc.language.errors import CaptureError
 from shardc.language.sharding import TensorType
-from shardc.ops.attention.kernels import tiled_workspace
+from shardc.ops.attention.products import tiled_workspace
 from shardc.ops.attention.tiled import TILED, TILED_BACKWARD, tiled_attention, tiled_attention_backward
 
 TOLERANCE = 1e-10
@@ -159,7 +159,7 @@ def test_probabilities_are_dropped_after_the_softmax(
     wanted = torch.autograd.grad(expected, (q, k, v), grad)
     for tile, most in ((1024, 2**24), (8, 1)):
         monkeypatch.setattr("shardc.ops.attention.ring.TILE", tile)
-        monkeypatch.setattr("shardc.ops.attention.kernels.MOST_SCORES", most)
+        monkeypatch.setattr("shardc.ops.attention.products.MOST_SCORES", most)
         with torch.no_grad():
             out, lse = TILED(q, k, v, *drawn, is_causal, None, 0.3)
             found = TILED_BACKWARD(grad, q, k, v, out, lse, *drawn, is_causal, None, 0.3)
@@ -199,7 +199,7 @@ def test_the_bytes_of_scores_are_as_announced(
 ) -> None:
     """In tiles of 256 of 512 positions, of two heads at a time; the mask and operands add a third at most."""
     monkeypatch.setattr("shardc.ops.attention.ring.TILE", 256)
-    monkeypatch.setattr("shardc.ops.attention.kernels.MOST_SCORES", 2 * 256**2)
+    monkeypatch.setattr("shardc.ops.attention.products.MOST_SCORES", 2 * 256**2)
     q, k, v = (torch.randn(1, heads, 512, 4, dtype=dtype) for heads in (4, num_keys, num_keys))
     drawn = (torch.tensor([1, 2]), torch.arange(4 * 512).view(1, 4, 512)) if rate else (None, None)
     out, lse = TILED(q, k, v, *drawn, rate, 0, True, None, None)

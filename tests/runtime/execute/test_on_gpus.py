@@ -43,3 +43,11 @@ def test_the_script_runs_under_torchrun(ranks: int) -> None:
     script = [str(Path(on_gpus.__file__)), "--device", "cpu", "--only", "1f1b"]
     run = subprocess.run([*torchrun, *script], capture_output=True, text=True, timeout=120, check=True)
     assert "shardc 1f1b: losses differ by" in run.stdout
+
+
+@pytest.mark.sweep
+def test_the_script_of_attention_runs() -> None:
+    script = [sys.executable, str(Path(on_gpus.__file__).with_name("attention_on_gpus.py")), "--device", "cpu"]
+    options = ["--positions", "128", "--only", "float32"]
+    run = subprocess.run([*script, *options], capture_output=True, text=True, timeout=120, check=True)
+    assert "all are as near to float64 as plain torch is" in run.stdout

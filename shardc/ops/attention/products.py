@@ -1,0 +1,220 @@
+"""Kernels of our own, of any device: two products, and a softmax with dropout between them.
+
+On CUDA Inductor compiles what lies between the products, which is a tenth of the time of its ops one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardc.language.sharding import TensorType
+from shardc.ops.random import uniform_of
+from shardc.ops.reduction import wide_dtype
+
+Heads = tuple[slice, slice]  # some samples, and some heads of theirs
+MOST_SCORES = 2**21  # that are made at a time
+MORE_ON_CUDA = 16  # times as many; compiled they hold 4 bytes of each in forward and 8 in backward
+
+
+@dataclass(frozen=True, slots=True)
+class Dropout:
+    """Which probabilities become 0; the others are divided by 1 - ``chance``.
+
+    ``state``: of the stream of random numbers. ``first``: for each query the index in it of the score of the key at
+    position 0, ``[batch, heads, queries]``. ``start``: the position of the first key.
+    """
+
+    state: Tensor
+    first: Tensor
+    start: int
+    chance: float
+
+    @property
+    def factor(self) -> float:
+        """Of the probabilities that are kept."""
+        return 1 / (1 - self.chance) if self.chance < 1 else 0.0
+
+    def of(self, heads: Heads) -> tuple[Tensor, Tensor, int, float]:
+        """What ``_kept`` needs for some heads."""
+        return self.state, self.first[heads], self.start, self.chance
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What becomes of scores: they are multiplied by ``scale``, and a ``mask`` is added."""
+
+    mask: Tensor | None
+    is_causal: bool
+    scale: float | None
+    dropout: Dropout | None = None
+
+    @property
+    def hidden(self) -> Tensor:
+        """The queries that the mask lets see no key, shaped to broadcast to a logsumexp."""
+        assert self.mask is not None
+        return (self.mask == -torch.inf).all(-1)
+
+    @property
+    def factor(self) -> float:
+        """Of the probabilities that dropout keeps."""
+        return 1.0 if self.dropout is None else self.dropout.factor
+
+    def scale_of(self, q: Tensor) -> float:
+        """By default 1 / sqrt(head size)."""
+        return q.shape[-1] ** -0.5 if self.scale is None else self.scale
+
+    def of(self, heads: Heads, shape: torch.Size) -> tuple[Any, ...]:
+        """What ``_to_probabilities`` needs for the scores of some heads, which have a shape."""
+        mask = self.mask
+        if mask is not None and mask.ndim == len(shape):
+            mask = mask[
+                tuple(slice(None) if size == 1 else some for size, some in zip(mask.shape, heads, strict=False))
+            ]
+        return mask, self.is_causal, None if self.dropout is None else self.dropout.of(heads)
+
+
+class Products:
+    """Attention of some heads at a time; of numbers of 2 bytes in 4, as are its results."""
+
+    @torch.no_grad()
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        """Attention, and its logsumexp ``[batch, heads, queries]``."""
+        out = q.new_empty([*q.shape[:3], v.shape[3]], dtype=wide_dtype(q.dtype))
+        lse = out.new_empty(q.shape[:3])
+        if not k.shape[2]:
+            return out.zero_(), lse.fill_(-torch.inf)
+        for of_queries, of_keys in _some_heads(q, k):
+            some_k, some_v = (_wide(x[of_keys]) for x in (k, v))
+            p = _of_heads(_wide(q[of_queries]) * scores.scale_of(q), some_k.mT)
+            lse[of_queries], total = fastest(_to_probabilities, q.device)(p, *scores.of(of_queries, p.shape))
+            out[of_queries] = _of_heads(p, some_v) * (scores.factor / total)
+            del p  # before the next are made
+        return out, lse
+
+    @torch.no_grad()
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of queries, keys and values."""
+        dq, dk, dv = (x.new_zeros(x.shape, dtype=wide_dtype(x.dtype)) for x in (q, k, v))
+        for of_queries, of_keys in _some_heads(q, k):
+            some_k, some_v = (_wide(x[of_keys]) for x in (k, v))
+            some_q, some_grad = _wide(q[of_queries]) * scores.scale_of(q), _wide(grad[of_queries])
+            delta = (some_grad * out[of_queries]).sum(-1)
+            some_grad = some_grad * scores.factor
+            p, ds = _of_heads(some_q, some_k.mT), _of_heads(some_grad, some_v.mT)
+            fastest(_to_gradients, q.device)(p, ds, lse[of_queries], delta, *scores.of(of_queries, p.shape))
+            dv[of_keys] += _of_keys(p, some_grad, some_v)
+            dq[of_queries] = _of_heads(ds, some_k) * scores.scale_of(q)
+            dk[of_keys] += _of_keys(ds, some_q, some_k)
+            del p, ds  # before the next are made
+        return dq, dk, dv
+
+
+@cache
+def fastest(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """The function, compiled by Inductor on CUDA where Triton is installed."""
+    return torch.compile(function, dynamic=True) if device.type == "cuda" and find_spec("triton") else function
+
+
+def _to_probabilities(
+    s: Tensor, mask: Tensor | None, is_causal: bool, dropout: tuple[Tensor, Tensor, int, float] | None
+) -> tuple[Tensor, Tensor]:
+    """Turn scores into probabilities, in place, with dropout and not yet divided by their sum.
+
+    Returns the logsumexp, and the sum as ``[..., queries, 1]``, 1 for a query that sees no key.
+    """
+    _show(s, mask, is_causal)
+    largest = s.amax(-1, keepdim=True)
+    largest = largest.masked_fill(largest == -torch.inf, 0.0)  # of a query that sees no key
+    s.sub_(largest).exp_()
+    total = s.sum(-1, keepdim=True)
+    if dropout is not None:
+        s.mul_(_kept(s, *dropout))
+    return (total.log() + largest).squeeze(-1), total.masked_fill(total == 0, 1.0)
+
+
+def _to_gradients(
+    s: Tensor, ds: Tensor, lse: Tensor, delta: Tensor, mask: Tensor | None, is_causal: bool,
+    dropout: tuple[Tensor, Tensor, int, float] | None,
+) -> None:  # fmt: skip
+    """Turn scores into probabilities with dropout, and the gradients of these into those of scores, in place.
+
+    ``delta``: for each query the product of its result and the gradient of that.
+    """
+    _show(s, mask, is_causal)
+    s.sub_(lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp_()
+    kept = None if dropout is None else _kept(s, *dropout)
+    (ds if kept is None else ds.mul_(kept)).sub_(delta.unsqueeze(-1)).mul_(s)
+    if kept is not None:
+        s.mul_(kept)
+
+
+def _show(s: Tensor, mask: Tensor | None, is_causal: bool) -> None:
+    if mask is not None:
+        s.add_(mask)
+    if is_causal:
+        rows, columns = (torch.arange(size, device=s.device) for size in s.shape[-2:])
+        s.masked_fill_(columns > rows.unsqueeze(-1), -torch.inf)
+
+
+def _kept(s: Tensor, state: Tensor, first: Tensor, start: int, chance: float) -> Tensor:
+    columns = torch.arange(s.shape[-1], device=s.device) + start
+    return uniform_of(state, first.unsqueeze(-1) + columns) < 1 - chance
+
+
+def tiled_workspace(q: TensorType, k: TensorType, tile: int, dropout: float, *, is_backward: bool) -> int:
+    """Bytes that the kernels hold of scores at a time, whose tiles have at most so many rows and columns.
+
+    Scores, in backward their gradients, and which of a head are seen; with dropout the index of each score, of 8 bytes,
+    that of its random number, and the number itself, of 4.
+    """
+    (batch, heads, *_), num_keys, rows, columns = q.shape, k.shape[1], min(q.shape[2], tile), min(k.shape[2], tile)
+    num_keys, num_each = _num_heads(heads // num_keys, rows, columns)
+    most = num_keys * num_each * rows * columns
+    width = wide_dtype(q.dtype).itemsize
+    each = width * (1 + is_backward) + (20 if dropout else 0)
+    return min(most, batch * heads * rows * columns) * each + rows * columns
+
+
+def _num_heads(num_each: int, rows: int, columns: int, most: int | None = None) -> tuple[int, int]:
+    """Heads of keys, and of each some of its ``num_each`` heads of queries, whose scores are made at a time."""
+    most = max(1, (most or MOST_SCORES) // max(1, rows * columns))
+    return max(1, most // num_each), min(most, num_each)
+
+
+def _some_heads(q: Tensor, k: Tensor) -> Iterator[tuple[Heads, Heads]]:
+    """Heads of queries, and those of keys that they see, of which few enough scores are made at a time."""
+    num_keys, num_each = k.shape[1], q.shape[1] // k.shape[1]
+    most = MOST_SCORES * (MORE_ON_CUDA if q.is_cuda else 1)
+    num_heads, num_of_each = _num_heads(num_each, q.shape[2], k.shape[2], most)
+    num_samples, width = max(1, num_heads // num_keys), min(num_heads, num_keys)
+    for sample, head in product(range(0, q.shape[0], num_samples), range(0, num_keys, width)):
+        samples, start, stop = slice(sample, sample + num_samples), head * num_each, (head + width) * num_each
+        step = num_of_each if width == 1 else stop - start
+        for first in range(start, stop, step):
+            yield (samples, slice(first, min(first + step, stop))), (samples, slice(head, head + width))
+
+
+def _of_heads(x: Tensor, y: Tensor) -> Tensor:
+    """``x @ y``, where ``y`` may have fewer heads, each for several of ``x`` that follow one another."""
+    grouped = x.unflatten(1, (y.shape[1], -1)).flatten(2, 3)
+    return (grouped @ y).view(*x.shape[:3], y.shape[-1])
+
+
+def _of_keys(x: Tensor, y: Tensor, like: Tensor) -> Tensor:
+    """``x.mT @ y``, summed over the heads of ``x`` and ``y`` that share one of ``like``."""
+    x, y = (each.unflatten(1, (like.shape[1], -1)).flatten(2, 3) for each in (x, y))
+    return x.mT @ y
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(wide_dtype(x.dtype))

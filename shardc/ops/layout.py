@@ -1,0 +1,70 @@
+"""Memory layouts that kernels of torch need.
+
+Programs do not state layouts, so the executor makes these copies. In other layouts the kernels refuse their operands,
+or silently compute wrong values: those of fused attention where elements of the last dim are not neighbours, and the
+backward of CUDA's memory-efficient one in two bytes, which reads its result as ``[batch, position, head, size]``
+whatever its strides are (torch 2.11 to 2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+aten = torch.ops.aten
+EFFICIENT = aten._scaled_dot_product_efficient_attention.default
+EFFICIENT_BACKWARD = aten._scaled_dot_product_efficient_attention_backward.default
+ROW = 16  # elements
+
+Layout = Callable[[int, Tensor], Tensor]  # the position of an argument, and the argument in the layout that it needs
+
+
+def dense(x: Tensor) -> Tensor:
+    """Neighbours in the last dim are neighbours in memory."""
+    return x if x.ndim == 0 or x.stride(-1) == 1 else x.contiguous()
+
+
+def positions_first(x: Tensor) -> Tensor:
+    """``[batch, head, position, size]`` as ``[batch, position, head, size]`` in memory."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def with_long_rows(mask: Tensor) -> Tensor:
+    """Each row begins at a multiple of ``ROW`` elements; rows that are all the same stay so."""
+    places = (mask.storage_offset(), *mask.stride()[:-1])
+    is_ready = mask.stride(-1) == 1 and all(place % ROW == 0 for place in places)
+    return mask if is_ready else pad(mask, [0, -mask.shape[-1] % ROW])[..., : mask.shape[-1]]
+
+
+def _contiguous(_: int, x: Tensor) -> Tensor:
+    return x.contiguous()
+
+
+def _of_attention(_: int, x: Tensor) -> Tensor:
+    return dense(x)
+
+
+def _of_efficient(at: int, x: Tensor) -> Tensor:
+    return with_long_rows(x) if at == 3 else dense(x)
+
+
+def _of_efficient_backward(at: int, x: Tensor) -> Tensor:
+    return with_long_rows(x) if at == 4 else positions_first(x) if at == 5 else dense(x)
+
+
+LAYOUTS: Mapping[Any, Layout] = {
+    aten.native_group_norm.default: _contiguous,
+    aten.native_group_norm_backward.default: _contiguous,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _of_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _of_attention,
+    aten._scaled_dot_product_flash_attention.default: _of_attention,
+    aten._scaled_dot_product_flash_attention_backward.default: _of_attention,
+    aten._scaled_dot_product_cudnn_attention.default: _of_attention,
+    aten._scaled_dot_product_cudnn_attention_backward.default: _of_attention,
+    EFFICIENT: _of_efficient,
+    EFFICIENT_BACKWARD: _of_efficient_backward,
+}  # fmt: skip
