@@ -246,8 +246,9 @@ def compile(
             ``shardc bench-links`` or a ``Machine``.
         optimizer: ``adam``, ``adamw``, ``momentum`` or ``sgd``, whose states count as memory and its step as time.
         attention: how it is computed where positions are cut: in a ``"ring"``, in which keys and values go from rank to
-            rank; with positions whole and heads cut instead (``"ulysses"``); with keys and values whole on every rank
-            (``"gather"``); by default the first or the second, whichever sends less.
+            rank; with positions whole and heads cut instead (``"ulysses"``), by as many neighbours as heads of keys
+            allow, while keys go round the others; with keys and values whole on every rank (``"gather"``); by default
+            what sends least of the first two and what lies between them.
         fixed: shardings that are settled already and stand above annotations.
         strict: a ShardingError for every op that has no rule and every gather that no annotation asks for.
         cache: a folder in which what passes make of a captured model is kept, for later processes. It may be shared;

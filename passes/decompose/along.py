@@ -24,11 +24,15 @@ Results = fx.Node | list[fx.Node | None]
 
 @dataclass(frozen=True, slots=True)
 class Along:
-    """An op to be taken apart along a dim that is cut in ``count`` chunks."""
+    """An op to be taken apart along a dim that is cut in ``count`` chunks.
+
+    ``chosen``: the op in the program in which that was chosen, where shardings are known.
+    """
 
     emit: Emitter
     dim: int
     count: int
+    chosen: Emitter | None = None
 
     @property
     def given(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
@@ -15,13 +16,12 @@ from shardc.ops.attention.mask import has_rows
 from shardc.ops.attention.ring import POSITIONS, Ring, ring_bytes
 from shardc.ops.attention.rules import BACKWARD, FORWARD, RINGS, ring_attention, ring_attention_backward
 from shardc.ops.zigzag import zigzag
-from shardc.options import AUTO, GATHER, RING, ULYSSES
+from shardc.options import GATHER, RING, ULYSSES
 from shardc.program.program import Program
 
 from .along import Along, Results, Windowed
 from .mask import ROWS, Placed, as_wide, mask_program
-
-HEADS = 1  # the dim of queries and keys
+from .share_heads import HEADS, Shared, with_heads, with_positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,41 +33,54 @@ class Rings(Windowed):
 
         In backward their gradients go with them. None where a mask has a gradient too, and where heads are cut instead.
         """
-        given, program = along.given, along.emit.program
+        given = along.given
         if along.dim != POSITIONS or ((mask := given.get("grad_input_mask")) and mask[3]):
             return None
-        way, ring = program.options.attention, _ring(along)[0]
-        if way == ULYSSES and not _divides(along):
-            raise _undivided(along)
-        if way == ULYSSES or (way == AUTO and _divides(along) and _sends_less_to_heads(along, ring)):
-            return None  # the axes of positions move to heads, see choose_dims
-        return along.count * _sent(along, ring, RINGS[along.node.target in BACKWARD])
+        ring = _ring(along)[0]
+        ranks = _sharing_heads(along, ring)
+        if ranks == along.count:
+            return None  # all axes of positions move to heads, see choose_dims
+        return along.count * _sent(along, ring, ranks, RINGS[along.node.target in BACKWARD])
 
 
-def _sent(along: Along, ring: Ring, target: Any) -> int:
-    """Bytes that one rank sends in a ring, or in its backward."""
-    keys, values = (along.emit.type(along.given[name]) for name in ("key", "value"))
-    chunk = ceil_div(keys.shape[POSITIONS], along.count)
-    chunks = (TensorType((*x.shape[:2], chunk, *x.shape[3:]), x.dtype) for x in (keys, values))
-    return ring_bytes(ring, *chunks, is_backward=target is ring_attention_backward)
+def _sent(along: Along, ring: Ring, ranks: int, target: Any) -> int:
+    """Bytes that one rank sends in attention, or in its backward, whose heads ``ranks`` ranks share.
 
-
-def _divides(along: Along) -> bool:
-    """Whether the ranks that share the positions could share the heads of keys instead."""
-    sharding, heads = along.emit.program.sharding(along.given["key"]), along.emit.shape(along.given["key"])[HEADS]
-    return heads % (num_shards(sharding.dims[HEADS].all_axes) * along.count) == 0
-
-
-def _sends_less_to_heads(along: Along, ring: Ring) -> bool:
-    """Whether fewer bytes go by all_to_all of queries, keys, values and results than round a ring, in a whole step.
-
-    Never where each query has a row of a mask, which a rank would need whole.
+    By all_to_all of queries, keys, values and results, or of their gradients, and round a ring of the others.
     """
-    kinds, count = RINGS if _has_backward(along.emit.program) else RINGS[:1], along.count
-    q, k = (along.emit.type(along.given[name]).nbytes for name in ("query", "key"))
-    has_rows = ring.mask is not None and any(leaf.along in ("row", "both") for leaf in ring.mask.leaves)
-    to_heads = len(kinds) * (q + k) * 2 * (count - 1) / count**2
-    return not has_rows and to_heads < sum(_sent(along, ring, kind) for kind in kinds)
+    queries, keys, values = (along.emit.type(along.given[name]) for name in ("query", "key", "value"))
+    count = along.count // ranks
+    chunk = ceil_div(keys.shape[POSITIONS], count)
+    chunks = (TensorType((*x.shape[:2], chunk, *x.shape[3:]), x.dtype) for x in (keys, values))
+    to_heads = 2 * (queries.nbytes + keys.nbytes) * (ranks - 1) // (along.count * ranks)
+    in_ring = ring_bytes(replace(ring, count=count), *chunks, is_backward=target is ring_attention_backward)
+    return to_heads + in_ring // ranks
+
+
+def _sharing_heads(along: Along, ring: Ring) -> int:
+    """How many of the ranks that share the positions share the heads of keys instead: in auto what sends least.
+
+    None of them where each query has a row of a mask, which a rank would need whole.
+    """
+    program, way = along.emit.program, along.emit.program.options.attention
+    if way in (RING, GATHER):
+        return 1
+    ways = [ranks for ranks in range(1, along.count + 1) if along.count % ranks == 0 and _may_share(along, ranks)]
+    if way == ULYSSES:
+        if ways[-1] == 1:
+            raise _undivided(along)
+        return ways[-1]
+    if ring.mask is not None and any(leaf.along in ("row", "both") for leaf in ring.mask.leaves):
+        return 1
+    kinds = RINGS if _has_backward(program) else RINGS[:1]
+    return min(ways, key=lambda ranks: sum(_sent(along, ring, ranks, kind) for kind in kinds))
+
+
+def _may_share(along: Along, ranks: int) -> bool:
+    sharding, heads = along.emit.program.sharding(along.given["key"]), along.emit.shape(along.given["key"])[HEADS]
+    if heads % (num_shards(sharding.dims[HEADS].all_axes) * ranks):
+        return False
+    return ranks in (1, along.count) or Shared.by(along, ranks) is not None
 
 
 def _has_backward(program: Program) -> bool:
@@ -101,9 +114,35 @@ def _ring(along: Along) -> tuple[Ring, list[Placed]]:
     return replace(ring, travels=travels and not made.may_lower, made_by=astuple(made)), leaves
 
 
-def as_ring(along: Along, in_zigzag: tuple[bool, bool] = (False, False)) -> Results:
-    """The op as a ring. ``in_zigzag``: whether queries, and keys, are in zigzag; the mask is in order."""
-    emit, given, (ring, made_of) = along.emit, along.given, _ring(along)
+def _in_place(along: Along) -> Results:
+    """The op as a ring of all ranks that share the positions, or of some, where the others share heads."""
+    assert along.chosen is not None
+    asked = replace(along, emit=along.chosen)
+    ranks = _sharing_heads(asked, _ring(asked)[0])
+    shared = Shared.by(asked, ranks) if ranks > 1 else None
+    if shared is None:
+        return as_ring(along)
+    names = ["query", "key", "value"]
+    is_backward = along.node.target in BACKWARD
+    read = [*names, *([_grad(along), "out", "logsumexp"] if is_backward else [])]
+    operands = with_heads(along.emit, shared, read)
+    results = as_ring(replace(along, count=along.count // ranks), operands=operands)
+    assert isinstance(results, list)
+    return with_positions(along.emit, shared, results, names if is_backward else names[:1])
+
+
+def _grad(along: Along) -> str:
+    return "grad_out" if "grad_out" in along.given else "grad_out_"
+
+
+def as_ring(
+    along: Along, in_zigzag: tuple[bool, bool] = (False, False), operands: Mapping[str, fx.Node] | None = None
+) -> Results:
+    """The op as a ring.
+
+    ``in_zigzag``: whether queries, and keys, are in zigzag; the mask is in order. ``operands``: stand for the op's own.
+    """
+    emit, given, (ring, made_of) = along.emit, {**along.given, **(operands or {})}, _ring(along)
     ring = replace(ring, in_zigzag=in_zigzag)
     leaves = [
         as_wide(emit, leaf, *each) for leaf, each in zip(ring.mask.leaves if ring.mask else (), made_of, strict=True)
@@ -117,8 +156,9 @@ def as_ring(along: Along, in_zigzag: tuple[bool, bool] = (False, False)) -> Resu
         results = emit.results(emit(ring_attention, q, *fixed, k, v, *leaves))
         # Lengths and seeds, which the backward reads that is taken apart too.
         return [*results, *(emit(torch.ops.aten.zeros.default, []) for _ in more[len(results) :])]
-    grad = given.get("grad_out", given.get("grad_out_"))
-    call = emit(ring_attention_backward, grad, *fixed, q, k, v, given["out"], given["logsumexp"], *leaves)
+    call = emit(
+        ring_attention_backward, given[_grad(along)], *fixed, q, k, v, given["out"], given["logsumexp"], *leaves
+    )
     results = emit.results(call)
     return [*results, *[None] * len(more[len(results) :])]
 
@@ -134,4 +174,4 @@ def no_ring(program: Program) -> list[str]:
     return [f"{NO_RING}, as {why}: {remedy}"]
 
 
-ATTENTION: dict[Any, Windowed] = {op: Rings(lambda along: [], as_ring) for op in (*FORWARD, *BACKWARD)}
+ATTENTION: dict[Any, Windowed] = {op: Rings(lambda along: [], _in_place) for op in (*FORWARD, *BACKWARD)}

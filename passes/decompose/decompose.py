@@ -158,7 +158,7 @@ def _windowed_form(program: Program, node: fx.Node) -> tuple[FormChoice, Form] |
 
 
 def _in_windows(along: Along, emit: Emitter) -> Results:
-    return WINDOWED[along.node.target].expand(replace(along, emit=emit))
+    return WINDOWED[along.node.target].expand(replace(along, emit=emit, chosen=along.emit))
 
 
 def _windows(program: Program, node: fx.Node, rule: Rule, cuts: Cuts) -> Iterator[tuple[str, Along, int]]:

@@ -122,7 +122,7 @@ def test_the_next_token_is_one_position_of_a_neighbour() -> None:
 
 def test_nothing_moves_but_keys_values_one_label_and_sums() -> None:
     torch.manual_seed(0)
-    compiled = check_model(MODELS["gpt2"](), Mesh(cp=8), 24)  # heads do not divide
+    compiled = check_model(MODELS["gpt2"](), Mesh(cp=8), 24, attention="ring")
     kinds = Counter(kinds_sent(compiled) + kinds_sent(compiled, "backward"))
     assert kinds == {"windows": 1, "ring_attention": 2, "ring_attention_backward": 2}
 

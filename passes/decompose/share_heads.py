@@ -1,0 +1,117 @@
+"""Attention whose positions are cut by more ranks than its heads can be: some ranks share heads, the others are a ring.
+
+Ranks whose positions follow one another, as those of a node, bring them together and have some of the heads each::
+
+    q, k, v: f32[b, 8, t@cp, d]                      # cp of 64 ranks
+        ->
+    q, k, v: f32[b, 8@cp:(8)8, t@cp:(1)8, d]         # by all_to_all in groups of 8
+    y = attention(q, k, v) as a ring of 8 chunks     # not of 64
+    y: f32[b, 8, t@cp, d]                            # by all_to_all
+
+Ulysses and a ring at once (USP, Fang and Zhao 2024): a rank sends what its group brings together, and keys 7 times
+instead of 63.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import gcd
+
+import torch
+from torch import fx
+
+from shardc.language.mesh import MICROBATCH, Axes
+from shardc.language.partition import P
+from shardc.language.sharding import DimSharding, Sharding, num_shards
+from shardc.ops.attention.ring import POSITIONS
+from shardc.program.node import is_annotation, operand
+
+from ..emitter import Emitter
+from .along import Along
+
+HEADS = 1  # the dim of queries and keys
+LAST = 1000  # the priority: no weight is to be cut as heads are
+ANNOTATE = torch.ops.shardc.annotate.default
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """How queries, keys and values are cut where they arrive, in ``positions``, and where ranks share ``heads``.
+
+    ``annotation``: that which cuts positions.
+    """
+
+    positions: dict[str, Sharding]
+    heads: dict[str, Sharding]
+    annotation: str
+
+    @staticmethod
+    def by(along: Along, ranks: int) -> Shared | None:
+        """Attention whose heads ``ranks`` ranks share; None where tensors or axes cannot be divided so."""
+        program, given = along.emit.program, {name: along.given[name] for name in ("query", "key", "value")}
+        arriving = {name: program.sharding(x) for name, x in given.items()}
+        heads, positions = arriving["key"].dims[HEADS : POSITIONS + 1]
+        axes = _split(positions.axes, ranks)
+        if axes is None or heads.minor or positions.minor or num_shards(positions.axes) != along.count:
+            return None
+        if any(part.name == MICROBATCH for part in positions.axes):
+            return None  # they follow one another
+        shared = DimSharding((*heads.axes, *axes[1])), DimSharding(axes[0])
+        shapes = [along.emit.shape(x)[HEADS : POSITIONS + 1] for x in given.values()]
+        is_even = all(shared[0].is_even(count) and positions.is_even(length) for count, length in shapes)
+        if not is_even or any(each.dims[HEADS : POSITIONS + 1] != (heads, positions) for each in arriving.values()):
+            return None
+        node, index = program.value(given["key"])
+        origin = program.origins(node)[index][axes[1][0].name]
+        moved = {name: _with_dims(each, shared) for name, each in arriving.items()}
+        return Shared(arriving, moved, origin.annotation)
+
+
+def _with_dims(sharding: Sharding, shared: tuple[DimSharding, DimSharding]) -> Sharding:
+    """A sharding with another cut of heads and positions."""
+    return replace(sharding, dims=(sharding.dims[0], *shared, *sharding.dims[3:]))
+
+
+def _split(axes: Axes, ranks: int) -> tuple[Axes, Axes] | None:
+    """Axes whose ``ranks`` minor coordinates are apart from the others; None where an axis cannot be split so."""
+    rest, minor = list(axes), list[Axes]()
+    while ranks > 1 and rest:
+        last = rest.pop()
+        size = gcd(last.size, ranks)
+        if size < last.size:
+            if size < ranks:
+                return None
+            rest.append(last.major(last.size // size))
+        minor.insert(0, (last.minor(size),))
+        ranks //= size
+    return (tuple(rest), tuple(part for each in minor for part in each)) if ranks == 1 else None
+
+
+def with_heads(emit: Emitter, shared: Shared, names: Sequence[str]) -> dict[str, fx.Node]:
+    """Operands of attention, or of its backward, cut as where ranks share heads."""
+    found = {}
+    for name in names:
+        x = emit.given[name]
+        if name == "out" and is_annotation(x):
+            x = operand(x)  # before forward brought it back
+        found[name] = _annotated(emit, x, shared.heads.get(name, shared.heads["query"]), shared.annotation, LAST)
+    return found
+
+
+def with_positions(
+    emit: Emitter, shared: Shared, results: Sequence[fx.Node | None], names: Sequence[str]
+) -> list[fx.Node | None]:
+    """Results, the first of them brought back to how the operands of these names arrived."""
+    pairs = zip(results, names, strict=False)
+    brought = [x and _annotated(emit, x, shared.positions[name], shared.annotation) for x, name in pairs]
+    return [*brought, *results[len(brought) :]]
+
+
+def _annotated(emit: Emitter, x: fx.Node, sharding: Sharding, text: str, priority: int = 0) -> fx.Node:
+    """A value with these cuts of heads and positions, and of its batch at least those but for microbatches."""
+    shape, batch = emit.shape(x), sharding.dims[0]
+    batch = replace(batch, axes=tuple(part for part in batch.axes if part.name != MICROBATCH))
+    spec = P.of(replace(sharding, dims=(batch, *sharding.dims[1 : len(shape)])), shape, frozenset([0]))
+    args, name = (x, str(spec), [priority] * len(shape) if priority else []), "by_heads" if priority else "by_positions"
+    return emit.program.insert(ANNOTATE, args, emit.type(x), emit.node, {"text": text}, name)
