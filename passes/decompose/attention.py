@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, replace
+from math import gcd
 from typing import Any
 
 import torch
@@ -46,13 +47,16 @@ class Rings(Windowed):
 def _sent(along: Along, ring: Ring, ranks: int, target: Any) -> int:
     """Bytes that one rank sends in attention, or in its backward, whose heads ``ranks`` ranks share.
 
-    By all_to_all of queries, keys, values and results, or of their gradients, and round a ring of the others.
+    By all_to_all of queries, keys, values and results, or of their gradients; then keys and values go round a ring of
+    the others, or are gathered from them.
     """
     queries, keys, values = (along.emit.type(along.given[name]) for name in ("query", "key", "value"))
-    count = along.count // ranks
+    results, count = queries.nbytes // queries.shape[3] * values.shape[3], along.count // ranks
+    to_heads = (queries.nbytes + keys.nbytes + values.nbytes + results) * (ranks - 1) // (along.count * ranks)
+    if not ring.travels:
+        return to_heads + (keys.nbytes + values.nbytes) * (count - 1) // (count * ranks)
     chunk = ceil_div(keys.shape[POSITIONS], count)
     chunks = (TensorType((*x.shape[:2], chunk, *x.shape[3:]), x.dtype) for x in (keys, values))
-    to_heads = 2 * (queries.nbytes + keys.nbytes) * (ranks - 1) // (along.count * ranks)
     in_ring = ring_bytes(replace(ring, count=count), *chunks, is_backward=target is ring_attention_backward)
     return to_heads + in_ring // ranks
 
@@ -60,7 +64,8 @@ def _sent(along: Along, ring: Ring, ranks: int, target: Any) -> int:
 def _sharing_heads(along: Along, ring: Ring) -> int:
     """How many of the ranks that share the positions share the heads of keys instead: in auto what sends least.
 
-    None of them where each query has a row of a mask, which a rank would need whole.
+    None of them where each query has a row of a given mask, which a rank would need whole, and not all of them where
+    each has one of a mask that is made, which only rings make piece by piece.
     """
     program, way = along.emit.program, along.emit.program.options.attention
     if way in (RING, GATHER):
@@ -70,8 +75,11 @@ def _sharing_heads(along: Along, ring: Ring) -> int:
         if ways[-1] == 1:
             raise _undivided(along)
         return ways[-1]
-    if ring.mask is not None and any(leaf.along in ("row", "both") for leaf in ring.mask.leaves):
+    given = {leaf.along for leaf in ring.mask.leaves} if ring.mask is not None else set[str]()
+    if "both" in given:
         return 1
+    if "row" in given and ways[-1] == along.count:
+        ways.pop()
     kinds = RINGS if _has_backward(program) else RINGS[:1]
     return min(ways, key=lambda ranks: sum(_sent(along, ring, ranks, kind) for kind in kinds))
 
@@ -89,9 +97,16 @@ def _has_backward(program: Program) -> bool:
 
 
 def _undivided(along: Along) -> ShardingError:
-    place, heads = along.emit.program.source(along.node).place, along.emit.shape(along.given["key"])[HEADS]
-    problem = f"the heads cannot be shared by the {along.count} ranks that share the positions"
-    return ShardingError(f"attention={ULYSSES!r}, {place}", f"{heads} heads of keys", problem, "say attention='ring'")
+    program, key = along.emit.program, along.given["key"]
+    heads, positions = along.emit.shape(key)[HEADS : POSITIONS + 1]
+    what, problem = f"{heads} heads of keys", f"the {along.count} ranks that share the positions cannot share the heads"
+    each = heads // num_shards(program.sharding(key).dims[HEADS].all_axes)
+    if gcd(each, along.count) > 1:
+        what = f"{what}, {along.size(along.given['query'])} queries and {positions} keys on {program.mesh}"
+        problem = f"{problem}: some can, where lengths divide and the last of the axes of positions has as many ranks"
+    return ShardingError(
+        f"attention={ULYSSES!r}, {program.source(along.node).place}", what, problem, "say attention='ring'"
+    )
 
 
 def _mask(along: Along) -> fx.Node | None:

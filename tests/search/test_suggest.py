@@ -160,10 +160,10 @@ def test_suggestions_are_the_same_in_every_process() -> None:
     ("fix", "keeps"),
     [
         ({"tp": 2}, lambda each: each.mesh.sizes["tp"] == 2),
-        ({"tp": 1, "zero": 3}, lambda each: "tp" not in each.mesh.sizes and each.zero.stage == 3),
-        ({"zero": [0, 1]}, lambda each: each.zero is None or each.zero.stage == 1),
+        ({"tp": 1, "zero": 3, "pipeline": None}, lambda each: "tp" not in each.mesh.sizes and each.zero.stage == 3),
+        ({"zero": [0, 1], "pipeline": None}, lambda each: each.zero is None or each.zero.stage == 1),
         ({"pp": 2}, lambda each: each.pipeline is not None and each.mesh.sizes["pp"] == 2),
-        ({"mesh": "2x2"}, lambda each: list(each.mesh.sizes.values()) == [2, 2]),
+        ({"mesh": "2x2", "pipeline": None}, lambda each: list(each.mesh.sizes.values()) == [2, 2]),
         ({"pipeline": Pipeline("pp", 4)}, lambda each: each.pipeline.microbatches == 4),
     ],
     ids=["tp=2", "no tp, zero=3", "zero 0 or 1", "pp=2", "2x2", "4 microbatches"],

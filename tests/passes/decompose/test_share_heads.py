@@ -70,7 +70,7 @@ def test_ulysses_moves_to_heads_what_heads_can_take() -> None:
         model = Attending(heads=4, num_keys=num_keys).double()
         compiled = check_step(model, Mesh(cp=8), draw(32), TOLERANCE, attention="ulysses")
         assert rings(compiled) == chunks
-    with pytest.raises(ShardingError, match="heads cannot be shared"):
+    with pytest.raises(ShardingError, match="cannot share the heads"):
         compile(Attending(4, 1).double(), Mesh(cp=4), {"x": P(None, "cp")}, kwargs=draw(32), attention="ulysses")
 
 
@@ -136,6 +136,76 @@ def test_padding_is_hidden(cut: str | None) -> None:
     compiled = compile(model, Mesh(cp=4), cuts, kwargs=inputs)
     check_compiled(compiled, model, inputs, TOLERANCE)
     assert rings(compiled) == {2}
+
+
+def sent(compiled: Compiled) -> int:
+    return sum(each.wire_bytes * each.times for each in compiled.collectives)
+
+
+class Segmented(Attending):
+    """``mask``: the number of the text of each position, ``[batch, positions]``; made a causal mask within texts."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        assert mask is not None
+        position = torch.arange(q.shape[2])
+        seen = (mask[:, None, :, None] == mask[:, None, None]) & (position <= position.unsqueeze(1))
+        return scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)
+
+
+@pytest.mark.parametrize("num_keys", [2, 4])
+def test_of_a_mask_that_is_made_only_rings_make_pieces(num_keys: int) -> None:
+    """So not all ranks share heads, though that would send least."""
+    model, inputs = Segmented(heads=4, num_keys=num_keys).double(), draw(32)
+    inputs["mask"] = torch.arange(32) // torch.tensor([[9], [17]])
+    found = [compile(model, Mesh(cp=4), {"x": P(None, "cp")}, kwargs=inputs, attention=way) for way in ("auto", "ring")]
+    check_compiled(found[0], model, inputs, TOLERANCE)
+    assert rings(found[0]) == {2} and rings(found[1]) == {4} and sent(found[0]) < sent(found[1])
+
+
+class Biased(Attending):
+    """``mask``: numbers that are added to the scores of each key, ``[positions]``."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        assert mask is not None
+        return scaled_dot_product_attention(q, k, v, mask.expand(1, 1, 1, -1), enable_gqa=True)
+
+
+def test_keys_that_are_gathered_are_so_among_the_groups() -> None:
+    model, inputs = Biased(heads=4, num_keys=4).double(), draw(32)
+    inputs["mask"] = torch.randn(32, dtype=torch.float64)
+    found = [compile(model, Mesh(cp=8), {"x": P(None, "cp")}, kwargs=inputs, attention=way) for way in ("auto", "ring")]
+    check_compiled(found[0], model, inputs, TOLERANCE)
+    assert rings(found[0]) == {2} and sent(found[0]) < sent(found[1])
+
+
+class Wide(nn.Module):
+    """Values of a larger head size than keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = (16, 2, 2)
+        self.layers = nn.ModuleList(nn.Linear(16, width) for width in (32, 4, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        each = zip(self.layers, self.heads, strict=True)
+        q, k, v = (layer(x).unflatten(-1, (heads, -1)).transpose(1, 2) for layer, heads in each)
+        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).square().sum()
+
+
+def test_results_count_as_well() -> None:
+    inputs = {"x": torch.randn(2, 32, 16)}
+    auto, ring = (
+        compile(Wide(), Mesh(cp=4), {"x": P(None, "cp")}, kwargs=inputs, attention=w) for w in ("auto", "ring")
+    )
+    assert sent(auto) <= sent(ring)
+
+
+def test_an_error_names_what_does_not_divide() -> None:
+    model = Attending(4, 2).double()
+    with pytest.raises(ShardingError, match="30 queries and 30 keys"):
+        compile(model, Mesh(cp=4), {"x": P(None, "cp")}, kwargs=draw(30), attention="ulysses")
+    with pytest.raises(ShardingError, match="last of the axes"):
+        compile(model, Mesh(a=2, b=3), {"x": P(None, ("a", "b"))}, kwargs=draw(48), attention="ulysses")
 
 
 class Deep(nn.Module):
