@@ -26,7 +26,7 @@ Results = fx.Node | list[fx.Node | None]
 class Along:
     """An op to be taken apart along a dim that is cut in ``count`` chunks.
 
-    ``chosen``: the op in the program in which that was chosen, where shardings are known.
+    ``chosen``: the op in the program before it was copied to be rewritten, which still has its shardings.
     """
 
     emit: Emitter

@@ -64,8 +64,8 @@ def _sent(along: Along, ring: Ring, ranks: int, target: Any) -> int:
 def _sharing_heads(along: Along, ring: Ring) -> int:
     """How many of the ranks that share the positions share the heads of keys instead: in auto what sends least.
 
-    None of them where each query has a row of a given mask, which a rank would need whole, and not all of them where
-    each has one of a mask that is made, which only rings make piece by piece.
+    1 where the model is given a mask with a row for each query, since a rank would need whole rows. Fewer than all
+    where the model makes such a mask, since only rings make it piece by piece.
     """
     program, way = along.emit.program, along.emit.program.options.attention
     if way in (RING, GATHER):

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 aten = torch.ops.aten
 EFFICIENT = aten._scaled_dot_product_efficient_attention.default
 EFFICIENT_BACKWARD = aten._scaled_dot_product_efficient_attention_backward.default
-ROW = 16  # elements
+ROW = 16  # elements, at multiples of which each row of a mask begins in memory
 
 Layout = Callable[[int, Tensor], Tensor]  # the position of an argument, and the argument in the layout that it needs
 

@@ -39,7 +39,7 @@ class Dropout:
 
     @property
     def factor(self) -> float:
-        """Of the probabilities that are kept."""
+        """What the probabilities that are kept are multiplied by."""
         return 1 / (1 - self.chance) if self.chance < 1 else 0.0
 
     def of(self, heads: Heads) -> tuple[Tensor, Tensor, int, float]:
@@ -64,7 +64,7 @@ class Scores:
 
     @property
     def factor(self) -> float:
-        """Of the probabilities that dropout keeps."""
+        """What the probabilities that dropout keeps are multiplied by."""
         return 1.0 if self.dropout is None else self.dropout.factor
 
     def scale_of(self, q: Tensor) -> float:
@@ -82,7 +82,7 @@ class Scores:
 
 
 class Products:
-    """Attention of some heads at a time; of numbers of 2 bytes in 4, as are its results."""
+    """Attention of a few heads at a time. Operands of 2 bytes are computed in float32, and so are their results."""
 
     @torch.no_grad()
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
@@ -178,16 +178,16 @@ def tiled_workspace(q: TensorType, k: TensorType, tile: int, dropout: float, *, 
     that of its random number, and the number itself, of 4.
     """
     (batch, heads, *_), num_keys, rows, columns = q.shape, k.shape[1], min(q.shape[2], tile), min(k.shape[2], tile)
-    num_keys, num_each = _num_heads(heads // num_keys, rows, columns)
+    num_keys, num_each = _num_heads(heads // num_keys, rows, columns, MOST_SCORES)
     most = num_keys * num_each * rows * columns
     width = wide_dtype(q.dtype).itemsize
     each = width * (1 + is_backward) + (20 if dropout else 0)
     return min(most, batch * heads * rows * columns) * each + rows * columns
 
 
-def _num_heads(num_each: int, rows: int, columns: int, most: int | None = None) -> tuple[int, int]:
+def _num_heads(num_each: int, rows: int, columns: int, most_scores: int) -> tuple[int, int]:
     """Heads of keys, and of each some of its ``num_each`` heads of queries, whose scores are made at a time."""
-    most = max(1, (most or MOST_SCORES) // max(1, rows * columns))
+    most = max(1, most_scores // max(1, rows * columns))
     return max(1, most // num_each), min(most, num_each)
 
 
