@@ -14,6 +14,7 @@ from shardc.language.mesh import MICROBATCH, AxisPart
 from shardc.language.rule import Rule
 from shardc.language.sharding import WHOLE, DimSharding, ReduceOp, Sharding, TensorType
 from shardc.language.words import LEVELS, Level
+from shardc.program.coding.nodes import CODINGS
 from shardc.program.collective import EXCHANGES, reshard, steps_sharding
 from shardc.program.communication import members
 from shardc.program.node import is_annotation, is_getitem
@@ -101,7 +102,7 @@ def _check_lowered(program: Program) -> None:
 
 def _op_agrees(program: Program, node: fx.Node) -> None:
     """An op agrees with its rule."""
-    if node.op == "placeholder" or is_getitem(node) or node.target is reshard or members(node):
+    if node.op == "placeholder" or is_getitem(node) or node.target in (reshard, *CODINGS) or members(node):
         return
     values = program.operand_values(node)
     operands = tuple([None if value is None else program.shardings(value[0])[value[1]] for value in values])

@@ -42,6 +42,7 @@ from shardc.program.program import Pin, Program, gradient_names, shardings_of
 from shardc.program.traffic import collectives_of
 from shardc.report.explain.strict import strict_offences
 from shardc.schedules.named import Timeline
+from shardc.wire import Wire
 
 if TYPE_CHECKING:
     import torch
@@ -221,6 +222,7 @@ def compile(
     links: Links = None,
     optimizer: str = ADAM,
     attention: str = AUTO,
+    wire: Wire | None = None,
     fixed: tuple[Pin, ...] = (),
     strict: bool = False,
     cache: str | os.PathLike[str] | None = None,
@@ -249,6 +251,10 @@ def compile(
             rank; with positions whole and heads cut instead (``"ulysses"``), by as many neighbours as heads of keys
             allow, while keys go round the others; with keys and values whole on every rank (``"gather"``); by default
             what sends least of the first two and what lies between them.
+        wire: the codecs in which values are sent, ``{"dp": "int8", "tp activations": "bf16"}``: ``"bf16"``, ``"fp16"``,
+            ``"fp8"``, ``"int8"`` or ``"int4"`` by axis, by what is sent (``gradients``, ``parameters``,
+            ``activations``), by a glob over modules and parameters, or by several of these. The key with most words
+            counts, of several the last, and None sends values as they are. Sums are made in float32.
         fixed: shardings that are settled already and stand above annotations.
         strict: a ShardingError for every op that has no rule and every gather that no annotation asks for.
         cache: a folder in which what passes make of a captured model is kept, for later processes. It may be shared;
@@ -269,8 +275,8 @@ def compile(
         >>> program.collectives
         (<all_reduce_tp: all_reduce over tp, forward, 48 bytes sent>,)
     """
-    machine = machine_of(links)
-    described, options = Mesh.of(mesh), Options(zero, precision, remat, bucket, pipeline, machine, optimizer, attention)
+    described, machine = Mesh.of(mesh), machine_of(links)
+    options = Options(zero, precision, remat, bucket, pipeline, machine, optimizer, attention, wire)
     request = Request(described, annotations or {}, args, kwargs or {}, train, differentiable, options, fixed, strict)
     kept = Cache(Path(cache)) if isinstance(cache, (str, os.PathLike)) else cache
     return _compiled(model, request, cache=kept)
@@ -341,6 +347,7 @@ def parallelize(
     links: Links = None,
     optimizer: str = ADAM,
     attention: str = AUTO,
+    wire: Wire | None = None,
     strict: bool = False,
     initial: Literal["broadcast", "check", "trust"] = "broadcast",
     check: Literal["first", "always", "never"] = "always",
@@ -398,13 +405,13 @@ def parallelize(
     asked: dict[str, Any] = {
         "annotations": annotations, "differentiable": differentiable, "zero": zero, "pipeline": pipeline,
         "precision": precision, "remat": remat, "bucket": bucket, "links": links, "optimizer": optimizer,
-        "attention": attention, "strict": strict,
+        "attention": attention, "wire": wire, "strict": strict,
     }  # fmt: skip
     with making_together(mesh, runtime, model, {**asked, "cache": cache is not None}) as meeting:
         check_model(model)
         check_annotations(annotations or {})
         check_draw(seed, 0)
-        options = Options(zero, precision, remat, bucket, pipeline, machine_of(links), optimizer, attention)
+        options = Options(zero, precision, remat, bucket, pipeline, machine_of(links), optimizer, attention, wire)
         check_call(args, kwargs, True, differentiable, strict)
         kept = None if cache is None else Cache(Path(cache), None if meeting is None else meeting.agreement)
         compile_fn = partial(_compile_call, mesh=mesh, cache=kept, **asked)

@@ -11,6 +11,7 @@ from shardc.language.errors import OptionError, ShardingError, did_you_mean, rai
 from shardc.language.machine import Machine
 from shardc.language.mesh import MICROBATCH, Mesh
 from shardc.schedules.orders import CHUNKED, LINEAR, ORDERS, fits, looped_place, v_place
+from shardc.wire import Wire, check_wire
 
 if TYPE_CHECKING:
     import torch
@@ -268,7 +269,7 @@ class Options:
     ``bucket``: bytes of a rank in one bucket of collectives that are sent together; 1 sends each alone. Packing takes
     memory of less than twice as many bytes. ``machine``: the one that times are estimated for. ``optimizer``: one of
     ``OPTIMIZERS``, whose states count as memory and whose step counts as time. ``attention``: how it is computed where
-    positions are cut, one of ``ATTENTIONS``.
+    positions are cut, one of ``ATTENTIONS``. ``wire``: the codecs of what is sent, as ``shardc/wire.py`` has them.
     """
 
     zero: Zero | None = None
@@ -279,6 +280,7 @@ class Options:
     machine: Machine = field(default_factory=Machine)
     optimizer: str = ADAM
     attention: str = AUTO
+    wire: Wire | None = field(default=None, hash=False)
 
     @property
     def optimizer_states(self) -> int:
@@ -299,6 +301,8 @@ class Options:
         for option in (self.zero, self.pipeline, self.machine):
             if option is not None:
                 option.check(mesh)
+        if self.wire is not None:
+            check_wire(self.wire, mesh)
         if self.zero and self.pipeline and self.zero.axis == self.pipeline.axis:
             what, problem = f"with Pipeline({self.pipeline.axis!r})", "a parameter is held by the ranks of one stage"
             raise OptionError(f"Zero({self.zero.axis!r})", what, problem, "name another axis in one of them")

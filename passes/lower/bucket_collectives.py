@@ -27,6 +27,7 @@ from torch import fx
 from shardc.language.machine import CollectiveKind
 from shardc.language.mesh import MICROBATCH
 from shardc.language.words import Part
+from shardc.program.coding.content import Contents
 from shardc.program.communication import Member, bucket, deferrable, is_early, layer, members, move_before
 from shardc.program.lifetime import split
 from shardc.program.program import Program
@@ -70,12 +71,13 @@ def _reductions(program: Program, sizes: Mapping[fx.Node, int], where: Mapping[f
     Reductions that run once for several backwards are not joined to one that runs in each.
     """
     backward, late, limit = set(split(program).backward), deferrable(program), program.options.bucket
+    contents = Contents(program)
     keys: dict[fx.Node, object] = {}
     total: Counter[object] = Counter()
     for node, nbytes in sizes.items():
         part = members(node)[0]
         if part.kind in REDUCTIONS and nbytes < limit:
-            keys[node] = _key(program, node, part), where[node], part.args[1], node in backward, node in late
+            keys[node] = _key(contents, node, part), where[node], part.args[1], node in backward, node in late
             total[keys[node]] += nbytes
     # All buckets of a key are of one size, and one more than there need be, so that the first can start early.
     full = {key: max(min(limit, SMALL), n / (-(-n // limit) + 1)) if n else limit for key, n in total.items()}
@@ -96,13 +98,13 @@ def _gathers(program: Program, sizes: Mapping[fx.Node, int], where: Mapping[fx.N
     """Buckets of gathers of inputs that follow each other: a layer's, or several that are no more than the largest."""
     runs: dict[object, list[list[fx.Node]]] = {}
     layers: dict[object, str] = {}
-    backward, limit = set(split(program).backward), program.options.bucket
+    backward, limit, contents = set(split(program).backward), program.options.bucket, Contents(program)
 
     def nbytes(nodes: list[fx.Node]) -> int:
         return sum(map(sizes.__getitem__, nodes))
 
     for node in filter(is_early, sizes):
-        key, read_by = (_key(program, node, members(node)[0]), where[node], node in backward), layer(program, node)
+        key, read_by = (_key(contents, node, members(node)[0]), where[node], node in backward), layer(program, node)
         run = runs.setdefault(key, [[]])
         if layers.get(key) != read_by or nbytes([*run[-1], node]) > limit:
             run.append([])
@@ -121,9 +123,11 @@ def _gathers(program: Program, sizes: Mapping[fx.Node, int], where: Mapping[fx.N
     return [nodes for nodes in buckets if len(nodes) > 1]
 
 
-def _key(program: Program, node: fx.Node, part: Member) -> tuple[object, ...]:
+def _key(contents: Contents, node: fx.Node, part: Member) -> tuple[object, ...]:
     """The properties that collectives of one bucket share."""
-    return part.kind, part.args[0], program.type(node).dtype, program.source(node).phase
+    program = contents.program
+    is_alike = program.type(node).dtype, program.source(node).phase, contents.content(node), contents.codec(node)
+    return part.kind, part.args[0], *is_alike
 
 
 def _join(program: Program, nodes: list[fx.Node], place: fx.Node) -> None:

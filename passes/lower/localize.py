@@ -19,6 +19,8 @@ from torch import fx
 from shardc.language.sharding import TensorType
 from shardc.ops import op_rule
 from shardc.ops.piece import fit
+from shardc.program.coding.local import local_call
+from shardc.program.coding.nodes import CODINGS
 from shardc.program.collective import Fit, fits, group_size
 from shardc.program.communication import Member, members, results, set_operand
 from shardc.program.node import is_annotation, is_getitem, operand
@@ -32,6 +34,9 @@ def localize(program: Program) -> Program:
     for node in program.graph.nodes:
         if node.op != "output":
             _set_local_types(program, node)
+    coded = {node: local_call(program, node) for node in calls if node.target in CODINGS}
+    for node, local in coded.items():
+        node.target, node.args = local
     uneven = [(node, part, *_fits(program, node, part)) for node in calls for part in members(node)]
     for node, call in calls.items():
         rule = op_rule(node.target)

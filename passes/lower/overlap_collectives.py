@@ -34,10 +34,11 @@ from torch import fx
 from shardc.costs.count import flops_of_call
 from shardc.language.machine import LOCAL_KINDS
 from shardc.ops.attention.rules import RINGS
+from shardc.program.coding.nodes import CODINGS, is_encode
 from shardc.program.collective import group_size
 from shardc.program.communication import bucket, is_collective, is_early, layer, members, move_before
 from shardc.program.lifetime import owners_of, split
-from shardc.program.node import ancestors, is_free, is_view
+from shardc.program.node import ancestors, descendants, is_free, is_getitem, is_view
 from shardc.program.program import Program
 
 
@@ -46,10 +47,15 @@ def overlap_collectives(program: Program) -> Program:
     program = program.edited()
     _count_first(program)
     backward = split(program).backward
-    order = _put_off(backward)
+    order = _in_turn(_put_off(backward))
     if order != list(backward):
         for node in order:  # nothing before backward reads its results
             program.output_node.prepend(node)
+    update = split(program).update
+    order = _in_turn(update)
+    if order != list(update):
+        for node in reversed(order):  # which reads inputs alone
+            program.placeholders[-1].append(node)
     readers = _first_readers(program)
     for part in (split(program).forward, split(program).backward):
         # A layer's gathers start right before the layer before it reads its own. Those that stood earlier move there
@@ -115,7 +121,7 @@ def _count_first(program: Program) -> None:
 def _put_off(part: Sequence[fx.Node]) -> list[fx.Node]:
     """The order in which calls that no collective needs run while one is under way."""
     within = set(part)
-    waited = {node for node in part if _is_sent(node) and not within.isdisjoint(node.users)}
+    waited = {node for node in part if _is_sent(node) and _is_awaited(node, within)}
     urgent = ancestors(*waited)
     order: list[fx.Node] = []
     later: list[fx.Node] = []
@@ -129,6 +135,56 @@ def _put_off(part: Sequence[fx.Node]) -> list[fx.Node]:
         if node in waited or not is_urgent:
             pending.add(node)
     return order + later
+
+
+def _in_turn(part: Sequence[fx.Node]) -> list[fx.Node]:
+    """The order in which codes are on their way while others are made: those that nothing awaits before the end.
+
+    What is done with codes that have arrived comes after the next ones are sent, step by step: a sum and its sending,
+    then its decoding.
+    """
+    within, steps = set(part), dict[fx.Node, list[list[fx.Node]]]()
+    later: dict[fx.Node, fx.Node] = {}  # by each call that comes later, the sending that it follows
+    for node in part:
+        if node not in later and _sends_codes(node) and not _is_awaited(node, within):
+            after = descendants(node) & within - {node}
+            if after.isdisjoint(later):
+                steps[node] = [[]]
+                later.update(dict.fromkeys(after, node))
+    for node in part:
+        if node in later:
+            steps[later[node]][-1].append(node)
+            if _sends_codes(node):
+                steps[later[node]].append([])
+    order: list[fx.Node] = []
+    under_way: list[list[list[fx.Node]]] = []
+    for node in part:
+        if node not in later:
+            order.append(node)
+        if node in steps:
+            order += _next_steps(under_way)
+            under_way.append(steps[node])
+    while any(under_way):
+        order += _next_steps(under_way)
+    return order
+
+
+def _next_steps(under_way: Sequence[list[list[fx.Node]]]) -> list[fx.Node]:
+    """The next step of all that is under way, taken out."""
+    return [node for steps in under_way if steps for node in steps.pop(0)]
+
+
+def _sends_codes(node: fx.Node) -> bool:
+    return bool(members(node)) and node.target is not bucket and is_encode(members(node)[0].operand)
+
+
+def _is_awaited(node: fx.Node, within: set[fx.Node]) -> bool:
+    """Whether a call, other than one on codes, reads what is sent, or what is decoded of it."""
+    for user in within & node.users.keys():
+        is_on_the_way = user.target in CODINGS or _sends_codes(user) or (is_getitem(user) and node.target in CODINGS)
+        if not is_on_the_way or _is_awaited(user, within):
+            return True
+    return False
 
 
 def _is_sent(node: fx.Node) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from shardc.language.windows import most_rows_sent, overlap_add
 from shardc.ops.attention.ring import Ring, ring_bytes
 from shardc.ops.attention.rules import RINGS, ring_attention_backward
 from shardc.ops.piece import fit
+from shardc.program.coding.nodes import CODINGS, is_encode
 from shardc.program.collective import (
     COLLECTIVES,
     EXCHANGES,
@@ -189,14 +190,19 @@ def is_early(node: fx.Node) -> bool:
 
 
 def chain(node: fx.Node) -> list[fx.Node] | None:
-    """The ops from an input to a value, in order; None where there are more than ``MAX_CHAIN`` or several operands."""
-    ops: list[fx.Node] = []
-    while node.op == "call_function":
-        if len(node.all_input_nodes) != 1 or is_getitem(node) or members(node) or len(ops) == MAX_CHAIN:
-            return None
-        ops.insert(0, node)
-        node = node.all_input_nodes[0]
-    return ops if node.op == "placeholder" else None
+    """The ops from an input to a value, in order; None where there are more than ``MAX_CHAIN`` or several operands.
+
+    Those from several inputs to their codes count apart.
+    """
+    if node.op == "placeholder":
+        return []
+    if node.op != "call_function" or is_getitem(node) or members(node):
+        return None
+    before = [chain(each) for each in node.all_input_nodes]
+    ops = [op for each in before if each is not None for op in each]
+    if is_encode(node):
+        return None if None in before else [*dict.fromkeys(ops), node]
+    return None if len(before) != 1 or None in before or len(ops) == MAX_CHAIN else [*ops, node]
 
 
 def move_before(place: fx.Node, node: fx.Node) -> None:
@@ -227,26 +233,34 @@ def deferrable(program: Program) -> frozenset[fx.Node]:
     """
     zero = program.options.zero
     kinds = {"all_reduce", "reduce_scatter"} if zero is not None and zero.stage == 1 else {"all_reduce"}
+    return frozenset(_closed(program, {node for node in only_to_gradients(program) if _reduces(node, kinds)}))
+
+
+def _reduces(node: fx.Node, kinds: Collection[str]) -> bool:
+    """Whether a node begins a sum over ranks of one of these kinds."""
+    if is_encode(node):
+        return node.args[0] in kinds
+    parts = members(node)
+    return bool(parts) and all(part.kind in kinds and part.args[1] == "sum" for part in parts)
+
+
+def only_to_gradients(program: Program) -> set[fx.Node]:
+    """The calls whose results reach gradients of parameters, through linear ops, and nothing else."""
     parameters, ends = set(parameters_of(program).values()), list(ends_of(program))
     others = {node for output, owner, node in ends if output.kind != "gradient" or owner not in parameters}
     gradients = {node for *_, node in ends} - others  # results that are gradients of parameters and nothing else
-    linear: set[fx.Node] = set()  # ops whose result reaches gradients of parameters alone
-    reductions: set[fx.Node] = set()
+    linear: set[fx.Node] = set()
     for node in reversed(list(program.graph.nodes)):
         users = set(node.users) - {program.output_node}
         is_result = program.output_node in node.users
-        if node.op != "call_function" or not users <= linear | reductions or (is_result and node not in gradients):
-            continue
-        parts = members(node)
-        if parts and all(part.kind in kinds and part.args[1] == "sum" for part in parts):
-            reductions.add(node)
-        elif _is_linear(program, node):
-            linear.add(node)
-    return frozenset(_closed(program, reductions))
+        if node.op == "call_function" and users <= linear and (node in gradients or not is_result):
+            if _is_linear(program, node):
+                linear.add(node)
+    return linear
 
 
 def _is_linear(program: Program, node: fx.Node) -> bool:
-    if is_getitem(node) or node.target is fit:
+    if is_getitem(node) or node.target is fit or node.target in CODINGS:
         return True
     if parts := members(node):
         return all(part.kind != "mask_padding" and part.args[1] not in ("max", "min") for part in parts)

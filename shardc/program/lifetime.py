@@ -14,13 +14,14 @@ from torch import fx
 from shardc.ops.attention.rules import RINGS
 from shardc.ops.contraction import dot
 from shardc.ops.index import MAKE_NEW, lookup_rows, scatter_rows
+from shardc.program.coding.nodes import CODINGS
 from shardc.program.collective import COLLECTIVES, EXCHANGES, collective_kind, group_size, reshard
 from shardc.program.communication import bucket
 from shardc.program.inference import Layout, Layouts, result_layouts
 from shardc.program.node import ancestors, is_annotation, is_getitem, operand, takes_device
 from shardc.program.program import Program, Value
 
-MOVES: set[Any] = {*COLLECTIVES, *EXCHANGES, bucket, reshard}  # a runtime allocates their results
+MOVES: set[Any] = {*COLLECTIVES, *EXCHANGES, *CODINGS, bucket, reshard}  # their results are new
 OF_FORWARD = ("output", "buffer", "changed", "guard")
 PART_OF = {"computed": "update", **dict.fromkeys(OF_FORWARD, "forward"), "gradient": "backward"}
 

@@ -13,6 +13,7 @@ from torch import fx
 from shardc.language.text import bytes_text, folded, over_calls, shortened, table
 from shardc.language.windows import most_rows_sent
 from shardc.ops.piece import fit
+from shardc.program.coding.nodes import CODINGS
 from shardc.program.collective import COLLECTIVES, Collective, reshard
 from shardc.program.communication import RowCount, bucket, collective_at, is_collective
 from shardc.program.program import Program
@@ -109,5 +110,5 @@ def collectives_of(program: Program, count_rows: RowCount = most_rows_sent) -> t
 
 def fallbacks_of(program: Program) -> list[fx.Node]:
     """The ops without a rule, which run whole on every rank."""
-    ours = {*COLLECTIVES, bucket, reshard, fit}
+    ours = {*COLLECTIVES, *CODINGS, bucket, reshard, fit}
     return [node for node in program.calls if node.target not in ours and program.is_fallback(node)]

@@ -1,0 +1,135 @@
+"""Values as codes for the wire, and back: local ops of one rank.
+
+Codes are a tensor ``[senders, receivers, length]``. What a rank sends to each of ``count`` others are the rows of
+``[1, count, length]``; an all_to_all makes ``[count, 1, length]`` of it, whose rows come from each. A row holds the
+values of several tensors after each other, each filled up to whole blocks. A block is its scale, a float32, and then
+its codes, so that it can be read alone.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from shardc.wire import CODECS, SCALE, Codec
+
+Dims = tuple[int, ...]
+Shapes = tuple[tuple[int, ...], ...]
+CUT = ("reduce_scatter", "all_to_all")  # collectives that send each rank a piece of every value
+JOINED = ("all_gather", "all_to_all")  # collectives that join the pieces that arrive
+CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}  # codecs without scales: casts
+LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}  # the code of the largest value of a block
+
+
+def codes_dtype(codec: Codec) -> torch.dtype:
+    """The dtype of the tensor of codes."""
+    return CASTS.get(codec.name, torch.uint8)
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which values of a dtype are summed, and given codes."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def encode_rows(kind: str, codec: str, count: int, dims: Dims, lengths: tuple[int, ...], *xs: Tensor) -> Tensor:
+    """The codes ``[1, count, length]`` of the values of a collective among ``count`` ranks.
+
+    Each value is cut along its dim of ``dims`` into ``count`` pieces of the length of ``lengths``, the last one filled
+    up with zeros; for an all_reduce all are laid flat after each other, and that is cut. For an all_gather and a
+    collective_permute there is one row.
+    """
+    by, dtype = CODECS[codec], sum_dtype(xs[0].dtype)
+    if kind in CUT:
+        pieces = [_pieces(x, count, *cut) for x, *cut in zip(xs, dims, lengths, strict=True)]
+    else:
+        pieces = [x.reshape(1, -1) for x in xs]
+    values = [_filled(rows.to(dtype), by.block or 1) for rows in pieces]
+    joined = torch.cat(values, 1) if len(values) > 1 else values[0]
+    if kind == "all_reduce":
+        joined = _filled(joined, (by.block or 1) * count).view(count, -1)
+    return _encode(joined, by).unsqueeze(0)
+
+
+def add_codes(codec: str, dtype: torch.dtype, codes: Tensor) -> Tensor:
+    """The sum ``[1, length]`` of the rows of codes ``[count, 1, length]``."""
+    return _decode(codes.squeeze(1), CODECS[codec], sum_dtype(dtype)).sum(0, keepdim=True)
+
+
+def decode_rows(
+    kind: str, codec: str, dims: Dims, pieces: Shapes, shapes: Shapes, dtype: torch.dtype, codes: Tensor
+) -> Tensor | tuple[Tensor, ...]:
+    """The results of a collective from its codes ``[count, 1, length]``, with one of ``shapes`` each.
+
+    Each row has a piece of every value, of the shapes ``pieces``. For a reduce_scatter pieces are added, for an
+    all_gather and an all_to_all joined along the dim of ``dims``; for an all_reduce the rows are one row that was cut.
+    """
+    by = CODECS[codec]
+    rows = _decode(codes.squeeze(1), by, sum_dtype(dtype))
+    if kind == "reduce_scatter":
+        rows = rows.sum(0, keepdim=True)
+    elif kind == "all_reduce":
+        rows = rows.reshape(1, -1)
+    results, start = list[Tensor](), 0
+    for dim, piece, shape in zip(dims, pieces, shapes, strict=True):
+        numel = math.prod(piece)
+        values = rows[:, start : start + numel].to(dtype).reshape(-1, *piece)
+        if kind in JOINED:
+            results.append(values.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, shape[dim]).contiguous())
+        else:
+            results.append(values.reshape(shape))
+        start += numel + -numel % (by.block or 1)
+    return tuple(results) if len(results) > 1 else results[0]
+
+
+def _pieces(x: Tensor, count: int, dim: int, length: int) -> Tensor:
+    """The pieces of a value, a row each."""
+    missing = count * length - x.shape[dim]
+    x = pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, missing)) if missing else x
+    return x.unflatten(dim, (count, length)).movedim(dim, 0).flatten(1)
+
+
+def _filled(rows: Tensor, block: int) -> Tensor:
+    """The rows with zeros up to whole blocks."""
+    missing = -rows.shape[1] % block
+    return pad(rows, (0, missing)) if missing else rows
+
+
+def _encode(rows: Tensor, codec: Codec) -> Tensor:
+    if codec.name in CASTS:
+        return rows.to(CASTS[codec.name])
+    blocks = rows.unflatten(1, (-1, codec.block))
+    scale = (blocks.abs().amax(2, keepdim=True) / LARGEST[codec.name]).float()
+    scaled = blocks / torch.where(scale > 0, scale, 1)  # of a block with a nan or inf the scale is one, and all is nan
+    codes = _round(scaled, codec)
+    return torch.cat([scale.contiguous().view(torch.uint8), codes], 2).flatten(1)
+
+
+def _decode(rows: Tensor, codec: Codec, dtype: torch.dtype) -> Tensor:
+    if codec.name in CASTS:
+        return rows.to(dtype)
+    blocks = rows.unflatten(1, (-1, SCALE + codec.block * codec.bits // 8))
+    scale = blocks[..., :SCALE].contiguous().view(torch.float32)
+    return (_unround(blocks[..., SCALE:], codec).to(dtype) * scale).flatten(1)
+
+
+def _round(scaled: Tensor, codec: Codec) -> Tensor:
+    """The codes of values that lie between the smallest and the largest code, as bytes."""
+    if codec.name == "fp8":
+        return scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+    largest = LARGEST[codec.name]
+    codes = scaled.round().clamp(-largest, largest).to(torch.int8)
+    if codec.name == "int8":
+        return codes.view(torch.uint8)
+    high, low = (codes + 8).to(torch.uint8).unflatten(2, (-1, 2)).unbind(3)
+    return high * 16 + low
+
+
+def _unround(codes: Tensor, codec: Codec) -> Tensor:
+    if codec.name == "fp8":
+        return codes.contiguous().view(torch.float8_e4m3fn).float()
+    if codec.name == "int8":
+        return codes.view(torch.int8)
+    return torch.stack([codes >> 4, codes & 15], 3).flatten(2).to(torch.int8) - 8

@@ -1,0 +1,1 @@
+"""Collectives that send codes in place of values."""

@@ -1,0 +1,100 @@
+"""The ``wire`` option: the codec in which the values of a collective are sent.
+
+A codec writes floating-point values in fewer bytes. Its error is that of rounding: each rank that sends a value
+encodes it, and each rank that receives it decodes it and computes on, sums in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from shardc.language.errors import OptionError, did_you_mean, raise_all
+from shardc.language.mesh import Mesh
+from shardc.language.sharding import ceil_div
+
+SCALE = 4  # bytes of the scale of a block, a float32
+GRADIENTS, PARAMETERS, ACTIVATIONS = "gradients", "parameters", "activations"
+CONTENTS = (GRADIENTS, PARAMETERS, ACTIVATIONS)  # what a collective may carry
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """A way to write floating-point values in fewer bytes.
+
+    ``bits``: of an element. ``block``: the number of elements that share a scale, 0 where there is none. ``error``: the
+    root mean square error of normally distributed values, as a part of their own root mean square.
+    """
+
+    name: str
+    bits: int
+    block: int
+    error: float
+
+    def length(self, numel: int) -> int:
+        """The elements of the tensor of codes of so many values: bytes, or without scales as many as the values."""
+        return ceil_div(numel, self.block) * (SCALE + self.block * self.bits // 8) if self.block else numel
+
+    def nbytes(self, numel: int) -> int:
+        """The bytes of the codes of so many values, the last block filled up."""
+        return self.length(numel) * (1 if self.block else self.bits // 8)
+
+
+CODECS = {
+    each.name: each
+    for each in (
+        Codec("fp16", 16, 0, 2.1e-4),
+        Codec("bf16", 16, 0, 1.7e-3),
+        Codec("int8", 8, 256, 6.5e-3),
+        Codec("fp8", 8, 256, 2.6e-2),
+        Codec("int4", 4, 128, 1.1e-1),
+    )
+}
+Wire = Mapping[str, str | None]
+
+
+def codec_of(wire: Wire, axis: str, content: str, paths: Collection[str]) -> Codec | None:
+    """The codec of what is sent over an axis: that of the key with most words, of several the last; None for none.
+
+    ``content``: one of ``CONTENTS``. ``paths``: the modules and parameters that it belongs to.
+    """
+
+    def holds(word: str) -> bool:
+        return word in (axis, content) or (is_glob(word) and any(fnmatchcase(path, word) for path in paths))
+
+    best: tuple[int, str | None] = 0, None
+    for key, name in wire.items():
+        words = key.split()
+        if len(words) >= best[0] and all(map(holds, words)):
+            best = len(words), name
+    return None if best[1] is None else CODECS[best[1]]
+
+
+def is_glob(word: str) -> bool:
+    """Whether a word of a key is a glob over the paths of modules and parameters."""
+    return "." in word or "*" in word
+
+
+def check_wire(wire: Any, mesh: Mesh) -> None:
+    """Raise an OptionError for all entries of the option that have no meaning on a mesh."""
+    if not isinstance(wire, Mapping):
+        example = f"{{{mesh.axis_names[0]!r}: {wire!r}}}" if wire in CODECS else "{'dp': 'int8'}"
+        problem = "it maps axes, or what is sent, to codecs"
+        raise OptionError("option wire", f"wire={wire!r}", problem, f"say wire={example}")
+    known = (*mesh.axis_names, *CONTENTS)
+    errors = []
+    for key, name in wire.items():
+        who = f"wire={{{key!r}: {name!r}}}"
+        words = key.split() if isinstance(key, str) else []
+        for word in words or [str(key)]:
+            if not words or not (word in known or is_glob(word)):
+                remedy = did_you_mean(word, known) or f"say one of {', '.join(known)}, or a glob, as 'h.*'"
+                errors.append(
+                    OptionError(who, f"{word!r}", "it is no axis of the mesh and nothing that is sent", remedy)
+                )
+        if name is not None and name not in CODECS:
+            remedy = did_you_mean(str(name), CODECS) or f"say one of {', '.join(CODECS)}, or None"
+            errors.append(OptionError(who, f"{name!r}", "there is no such codec", remedy))
+    raise_all(errors)
