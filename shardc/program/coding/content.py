@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from shardc.program.collective import group_size
-from shardc.program.communication import Member, axes_of, chain, is_early, members, only_to_gradients
+from shardc.program.communication import Member, axes_of, chain, is_collective, is_early, members, only_to_gradients
 from shardc.program.node import descendants, is_cast, is_free
 from shardc.program.program import Program, ends_of, parameters_of
 from shardc.wire import ACTIVATIONS, GRADIENTS, PARAMETERS, Codec, codec_of
@@ -34,7 +34,7 @@ class Contents:
         Codes stand for at least ``FEWEST`` floats, where they are fewer bytes; not for the largest of values, nor for
         sums of activations, as a softmax over a cut dim needs them. Of the codecs of several axes it is the most exact.
         """
-        parts = members(node) if self.wire else ()
+        parts = members(node) if self.wire and is_collective(node) else ()
         if not parts or not all(self._may_be_coded(part) for part in parts):
             return None
         content, paths = self.content(node), set(self._paths(node))
