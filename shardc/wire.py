@@ -47,9 +47,9 @@ CODECS = {
     for each in (
         Codec("fp16", 16, 0, 2.1e-4),
         Codec("bf16", 16, 0, 1.7e-3),
-        Codec("int8", 8, 256, 6.5e-3),
+        Codec("int8", 8, 256, 7.0e-3),
         Codec("fp8", 8, 256, 2.6e-2),
-        Codec("int4", 4, 128, 1.1e-1),
+        Codec("int4", 4, 128, 1.17e-1),
     )
 }
 Wire = Mapping[str, str | None]

@@ -17,6 +17,7 @@ from shardc.language.mesh import MOST_RANKS, Mesh
 from shardc.language.text import bytes_of
 from shardc.options import ADAM, ATTENTIONS, AUTO, BUCKET, OPTIMIZERS, Pipeline, Remat, Zero
 from shardc.report.dump.schema import schema_text
+from shardc.wire import CODECS, CONTENTS
 
 TARGET_HELP = """\
 TARGET is path.py:function or package.module:function. The function returns (model, args[, kwargs[, annotations]]);
@@ -93,6 +94,11 @@ def add_mesh_options(parser: Parser, is_required: bool = True) -> None:
     parser.add_argument(
         "--attention", choices=ATTENTIONS, default=AUTO, help=f"how attention over cut positions is computed ({AUTO})"
     )
+    parser.add_argument(
+        "--wire", metavar="KEY=CODEC[,KEY=CODEC]...", type=_wire,
+        help=f"send values in fewer bytes, by axis, by what is sent ({', '.join(CONTENTS)}), by a glob over modules, "
+        f"or by several of these: 'dp=int8,tp activations=bf16'; {', '.join(CODECS)}, or none",
+    )  # fmt: skip
     parser.add_argument(
         "--links", metavar="AXIS=LINK,...|FILE", type=name,
         help=f"the link between ranks along each axis, for predicted times: {', '.join(LINKS)}; or a file that shardc "
@@ -292,6 +298,17 @@ def _fixed(text: str) -> tuple[str, Any]:
     if not equals or not value:
         raise unreadable(text, f"{key} has no value", f"write --fix {key}={'4' if key in AXES else 'none'}")
     return key, None if value == "none" and key in FIXED else read(value)
+
+
+def _wire(text: str) -> dict[str, str | None]:
+    """The codecs by key: ``dp=int8,tp activations=bf16``."""
+    found: dict[str, str | None] = {}
+    for entry in text.split(","):
+        key, equals, codec = entry.partition("=")
+        if not (key.strip() and equals and codec.strip()):
+            raise unreadable(text, "an entry reads KEY=CODEC", "say dp=int8", repr(entry))
+        found[key.strip()] = None if codec.strip() == "none" else codec.strip()
+    return found
 
 
 def _stage(text: str) -> int:

@@ -105,7 +105,7 @@ class Collective:
     ``node`` the node whose value it moves, ``causes`` say why it is there. Of a pipeline it is one
     ``stage``'s, and goes several ``times`` a step; a ``send`` is a message to another stage, which receives it.
     ``ranks``: the size of the group where a rank sends a share of the payload, else 0. ``steps``: messages that follow
-    one another, of which a ring of attention has several.
+    one another, of which a ring of attention has several. ``codec``: in which the values are sent; else empty.
     """
 
     kind: CollectiveKind
@@ -125,11 +125,13 @@ class Collective:
     times: int = 1
     ranks: int = field(default=0, repr=False, compare=False)
     steps: int = 1
+    codec: str = ""
 
     def __repr__(self) -> str:
         when = self.phase if self.times == 1 else f"{self.phase} {self.times} times"
         name = f"{self.name}: " if self.name else ""
-        return f"<{name}{self.kind} over {', '.join(self.axes)}, {when}, {self.wire_bytes} bytes sent>"
+        sent = f"{self.wire_bytes} bytes sent{f' as {self.codec}' if self.codec else ''}"
+        return f"<{name}{self.kind} over {', '.join(self.axes)}, {when}, {sent}>"
 
     @property
     def share(self) -> Any:

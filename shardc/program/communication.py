@@ -19,7 +19,7 @@ from shardc.language.windows import most_rows_sent, overlap_add
 from shardc.ops.attention.ring import Ring, ring_bytes
 from shardc.ops.attention.rules import RINGS, ring_attention_backward
 from shardc.ops.piece import fit
-from shardc.program.coding.nodes import CODINGS, is_encode
+from shardc.program.coding.nodes import CODINGS, codec_name, is_encode, is_sum_of_codes
 from shardc.program.collective import (
     COLLECTIVES,
     EXCHANGES,
@@ -31,7 +31,7 @@ from shardc.program.collective import (
     wire_bytes,
     wire_bytes_total,
 )
-from shardc.program.node import descendants, is_getitem, operands
+from shardc.program.node import descendants, is_getitem, operand, operands
 from shardc.program.program import Program, ends_of, parameters_of
 
 Size = Any  # an int; a sympy.Expr where sizes have names
@@ -93,6 +93,29 @@ def results(node: fx.Node, member: Member) -> Iterator[fx.Node]:
     yield from (user for user in node.users if user.target is operator.getitem and user.args[1] == member.index)
 
 
+def values_sent(node: fx.Node) -> list[fx.Node]:
+    """The values that a collective moves; of one that sends codes, those that the codes stand for."""
+    parts = members(node)
+    if not is_encode(parts[0].operand):
+        return [part.operand for part in parts]
+    encoded = [each for each in parts[0].operand.args if isinstance(each, fx.Node)]
+    return values_sent(operand(encoded[0], -1)) if is_sum_of_codes(encoded[0]) else encoded
+
+
+def values_received(node: fx.Node) -> list[fx.Node]:
+    """The nodes of a collective's results; of one that sends codes, those that are decoded in the end."""
+    parts = members(node)
+    if not is_encode(parts[0].operand):
+        return [next(results(node, part), node) for part in parts]
+    (reader,) = node.users
+    if is_sum_of_codes(reader):
+        (codes,) = reader.users
+        (sent,) = codes.users
+        return values_received(sent)
+    picked = {user.args[1]: user for user in reader.users if is_getitem(user)}
+    return [picked.get(i, reader) for i in range(len(values_sent(node)))]
+
+
 def is_sent(node: fx.Node) -> bool:
     """Whether a node is a collective between ranks, one over microbatches or with nothing to send included."""
     return any(part.kind not in LOCAL_KINDS for part in members(node)) or node.target in EXCHANGES
@@ -114,6 +137,7 @@ def collective_at(program: Program, node: fx.Node, count_rows: RowCount = most_r
     assert program.mesh is not None
     parts = members(node)
     operands: list[fx.Node] = [part.operand for part in parts] or [node.args[0]]  # type: ignore[list-item]
+    moved = values_sent(node) if parts else operands
     before = joined_type([program.local_type(each) for each in operands])
     after = joined_type([program.local_type(node, i) for i in range(len(operands))])
     kind: CollectiveKind = "collective_permute"
@@ -139,11 +163,12 @@ def collective_at(program: Program, node: fx.Node, count_rows: RowCount = most_r
         payload = sum(_payload(program, node, part, ranks) for part in parts)
         wire = wire_bytes(kind, payload, ranks)
     total = wire_bytes_total(program.mesh, parts[0].kind if parts else EXCHANGES[node.target], args, wire)  # type: ignore[index]
-    sources = [program.source(each).location for each in (operands if node.target is bucket else [node])]
+    sources = [program.source(each).location for each in (moved if len(moved) > 1 else [node])]
     return Collective(
         kind, args[0], dtype_name(after.dtype), before.shape, after.shape, payload, wire, total, name=node.name,
-        phase=program.source(node).phase, node=", ".join(each.name for each in operands),
+        phase=program.source(node).phase, node=", ".join(each.name for each in moved),
         source=", ".join(dict.fromkeys(filter(None, sources))), causes=program.causes(node), ranks=ranks, steps=steps,
+        codec=codec_name(operands[0]),
     )  # fmt: skip
 
 

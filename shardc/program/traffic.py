@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -19,7 +19,9 @@ from shardc.program.communication import RowCount, bucket, collective_at, is_col
 from shardc.program.program import Program
 from shardc.program.provenance import cause_text
 from shardc.program.stages import collectives_of_stages, has_stages
+from shardc.wire import CODECS
 
+MANY = 2**20  # elements, which fill blocks of any size
 Size = Any  # an int; a sympy.Expr where sizes have names
 
 
@@ -92,8 +94,26 @@ def collectives_text(collectives: Sequence[Collective]) -> str:
     if any(c.stage is not None for c in collectives):
         header = ("stage", "times", *header)  # type: ignore[assignment]
         listed = [(c.stage, c.times, *row) for c, row in zip(collectives, listed, strict=True)]  # type: ignore[misc]
+    if any(c.codec for c in collectives):
+        header = (*header[:-2], "codec", *header[-2:])  # type: ignore[assignment]
+        listed = [(*row[:-2], c.codec, *row[-2:]) for c, row in zip(collectives, listed, strict=True)]  # type: ignore[misc]
     rows = folded(listed, header.index("collective"), over_calls)
-    return f"{traffic_text(traffic_of(collectives))}\n{table(header, rows)}"
+    return "\n".join([traffic_text(traffic_of(collectives)), table(header, rows), *_codecs_text(collectives)])
+
+
+def _codecs_text(collectives: Sequence[Collective]) -> Iterator[str]:
+    """A table of the codecs: what is sent in each, the part of float32's bytes, and the error of normal values."""
+    sent: dict[str, Size] = {}
+    for each in collectives:
+        if each.codec:
+            sent[each.codec] = sent.get(each.codec, 0) + each.times * each.wire_bytes
+    rows = [
+        (name, bytes_text(sent[name]), f"{codec.nbytes(MANY) / (4 * MANY):.3f}", f"{codec.error:.2%}")
+        for name, codec in CODECS.items()
+        if name in sent
+    ]
+    if rows:
+        yield table(("codec", "wire bytes", "of float32", "error"), rows)
 
 
 def collectives_of(program: Program, count_rows: RowCount = most_rows_sent) -> tuple[Collective, ...]:

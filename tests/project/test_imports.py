@@ -19,6 +19,7 @@ import shardc
 PACKAGE = Path(shardc.__file__).parent
 ROOMS = (  # from the ground up: a file imports from its own room and from rooms before it
     "shardc.language",
+    "shardc.wire",
     "shardc.ops",
     "shardc.schedules",
     "shardc.options",

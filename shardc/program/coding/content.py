@@ -31,21 +31,21 @@ class Contents:
     def codec(self, node: fx.Node) -> Codec | None:
         """The codec of a collective; None for one that sends values as they are.
 
-        Codes stand for at least ``FEWEST`` floats, where they are fewer bytes; not for the largest of values, nor for
-        sums of activations, as a softmax over a cut dim needs them. Of the codecs of several axes it is the most exact.
+        Codes stand for floats where they are fewer bytes; not for the largest of values, nor for a few activations or
+        sums of them, as a softmax over a cut dim needs them. Of the codecs of several axes it is the most exact.
         """
         parts = members(node) if self.wire and is_collective(node) else ()
         if not parts or not all(self._may_be_coded(part) for part in parts):
             return None
         content, paths = self.content(node), set(self._paths(node))
-        if content == ACTIVATIONS and any(_computed_by(part.operand).target in STATISTICS for part in parts):
-            return None
+        types = [type_ for part in parts if (type_ := self.program.local_type(part.operand)) is not None]
+        if content == ACTIVATIONS:
+            are_few = sum(type_.numel for type_ in types) < FEWEST
+            if are_few or any(_computed_by(part.operand).target in STATISTICS for part in parts):
+                return None
         codecs = [codec_of(self.wire, axis, content, paths) for axis in axes_of(node)]
         codec = max((each for each in codecs if each is not None), key=lambda each: each.bits, default=None)
         if codec is None or None in codecs:
-            return None
-        types = [type_ for part in parts if (type_ := self.program.local_type(part.operand)) is not None]
-        if sum(type_.numel for type_ in types) < FEWEST:
             return None
         coded = sum(codec.nbytes(type_.numel) for type_ in types)
         return codec if coded < sum(type_.nbytes for type_ in types) else None

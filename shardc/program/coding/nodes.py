@@ -28,7 +28,7 @@ Arguments = tuple[tuple[Any, ...], ...]  # of each value, those of its collectiv
 
 def encode(kind: str, axes: tuple[str, ...], args: Arguments, codec: str, *xs: Any) -> Any:
     """Codes of the values of a collective."""
-    return xs
+    return xs if len(xs) > 1 else xs[0]
 
 
 def add_codes(codec: str, codes: Any) -> Any:
@@ -47,3 +47,15 @@ CODINGS: set[Any] = {encode, add_codes, decode, encode_rows, add_rows, decode_ro
 def is_encode(node: fx.Node) -> bool:
     """Whether a node makes codes, on whole or on local values."""
     return node.target in (encode, encode_rows)
+
+
+def is_sum_of_codes(node: fx.Node) -> bool:
+    """Whether a node adds what codes stand for, whole or local."""
+    return node.target in (add_codes, add_rows)
+
+
+def codec_name(node: fx.Node) -> str:
+    """The name of the codec of the codes that a node makes; empty for a node that makes none."""
+    places: dict[Any, int] = {encode: 3, encode_rows: 1}
+    place = places.get(node.target)
+    return "" if place is None else str(node.args[place])

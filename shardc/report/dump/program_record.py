@@ -79,8 +79,12 @@ class _Tables:
         for each in self.selection.collectives if self.selection else collectives_of(self.program):
             times = None if each.stage is None else each.times
             same: dict[str, Any] = {key: getattr(each, key) for key in SAME_FIELDS}
-            steps = each.steps if each.steps > 1 else None
-            entries.append(CollectiveEntry(each.name, **same, stage=each.stage, times=times, steps=steps))
+            rest: dict[str, Any] = {
+                "times": times,
+                "steps": each.steps if each.steps > 1 else None,
+                "codec": each.codec or None,
+            }
+            entries.append(CollectiveEntry(each.name, **same, stage=each.stage, **rest))
         return tuple(entries)
 
     def inputs(self, kind: str) -> tuple[ValueEntry, ...]:

@@ -12,7 +12,17 @@ from shardc.language.machine import SentKind
 from shardc.language.mesh import axis_of
 from shardc.ops.attention.rules import RINGS
 from shardc.program.collective import COLLECTIVES, EXCHANGES, Collective
-from shardc.program.communication import axes_of, bucket, collective_at, goes_round, is_collective, members, results
+from shardc.program.communication import (
+    axes_of,
+    bucket,
+    collective_at,
+    goes_round,
+    is_collective,
+    members,
+    results,
+    values_received,
+    values_sent,
+)
 from shardc.program.node import is_cast, is_getitem, is_view, op_name, operand, operands
 from shardc.program.program import Program
 from shardc.program.provenance import Cause, Endpoint, NeighbourEdges, RoundOfKeys, ShardingChange, StorageChange
@@ -39,7 +49,7 @@ class CollectiveExplainer:
         c = collective
         seconds = collective_seconds(self.program, c)
         kind: SentKind = c.kind  # type: ignore[assignment]  # no local kind is a collective
-        sent = Transmission(kind, c.axes, c.phase, c.bytes, c.wire_bytes, seconds, c.stage, c.times)
+        sent = Transmission(kind, c.axes, c.phase, c.bytes, c.wire_bytes, seconds, c.stage, c.times, c.codec or None)
         if self.stages is not None and self.node(c) is None:
             return self.stages.message(c, sent)
         parts = self.members(c)
@@ -56,12 +66,11 @@ class CollectiveExplainer:
         node = self.node(collective)
         assert node is not None, collective
         sent = goes_round(node) if node.target in RINGS else node.all_input_nodes
-        moved = [part.operand for part in members(node)] or sent[:1]
-        made = [next(results(node, part), node) for part in members(node)] or [node]
+        moved, made = (values_sent(node), values_received(node)) if members(node) else (sent[:1], [node])
         values = zip(collective.causes, moved, made, strict=True)
         parts = tuple(self._member(collective, *each) for each in values)
         note = f"one of {len(parts)} that go together as {collective.name}"
-        return tuple(replace(part, notes=(note,)) for part in parts) if node.target is bucket else parts
+        return tuple(replace(part, notes=(note,)) for part in parts) if len(parts) > 1 else parts
 
     def _member(self, collective: Collective, cause: Cause, moved: fx.Node, result: fx.Node) -> Explanation:
         """Why one value is sent: ``moved`` is the operand, ``result`` the node of its result."""

@@ -64,7 +64,8 @@ class Chain:
 class Transmission:
     """What a collective sends, each of its times a step; bytes are those of one rank.
 
-    ``seconds``: predicted, on the machine that was compiled for. ``stage``: of a pipeline, which runs it.
+    ``seconds``: predicted, on the machine that was compiled for. ``stage``: of a pipeline, which runs it. ``codec``: of
+    what is sent in codes.
     """
 
     kind: SentKind
@@ -75,6 +76,7 @@ class Transmission:
     seconds: Amount
     stage: int | None
     times: Size
+    codec: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +191,8 @@ def _lines(explanation: Explanation, most: int | None) -> Iterator[str]:
     if sent:
         of_stage = "" if sent.stage is None else f" of stage {sent.stage}"
         times = f", {sent.times} times a step" if sent.times > 1 else ""
-        wire = f"{bytes_text(sent.wire_bytes)} on the wire a rank{times}, about {seconds_text(sent.seconds)}"
+        codes = f" as {sent.codec}" if sent.codec else ""
+        wire = f"{bytes_text(sent.wire_bytes)} on the wire a rank{codes}{times}, about {seconds_text(sent.seconds)}"
         yield f"{e.name}: {sent.kind} over {', '.join(sent.axes)}, {sent.phase}{of_stage}, {wire}"
     else:
         yield f"{e.kind} {e.name}" + (f": {e.type}" if e.type else "") + _place(e.module, e.location)

@@ -51,6 +51,7 @@ def plans() -> dict[str, Compiled]:
     return {
         "plain": compile(model, Mesh(dp=2, tp=2), annotations, links={"tp": "nvlink"}, **given),
         "zero": compile(model, Mesh(dp=2, tp=2), annotations, zero=Zero("dp", 3), **given),
+        "coded": compile(model, Mesh(dp=2, tp=2), annotations, wire={"dp": "bf16"}, **given),
         "piped": compile(model, Mesh(dp=2, pp=2), {"x": P("dp")}, pipeline=pipeline, **given),
         "weighed": compile(other, Mesh(dp=2, tp=2), other_annotations, args=other_args, kwargs=other_kwargs),
     }
@@ -79,6 +80,7 @@ def explained(plans: dict[str, Compiled], capsys: pytest.CaptureFixture[str]) ->
         assert main([*command, "--try", "4", name]) == 0
         found.append(json.loads(capsys.readouterr().out))
     named = {"plain": ("x", "all_reduce_dp_bucket"), "zero": ("x", "reduce_scatter_dp_bucket"), "piped": ("x", "y")}
+    named["coded"] = ("x", "all_gather_dp_bucket")
     others = [json_of(plans[plan].explain(name)) for plan, names in named.items() for name in names]
     return [*found, *({"version": 1, **each} for each in others)]
 

@@ -1,0 +1,254 @@
+"""Data parallelism and ZeRO 3 whose collectives send codes (``wire=``), beside DDP with torch's own hooks.
+
+    python benchmarks/wire.py --size medium --mbit 200            # the time and the bytes of a step
+    python benchmarks/wire.py --size small --train 300            # the loss that training reaches
+    python benchmarks/wire.py --size small --mbit 200 --train 300 # both, and the seconds to that loss
+
+For steps, all ways live in the same processes and take theirs in turn. Prints for each way the median step of the
+slowest rank, the ratio of shardc's step without codes to it, the bytes that a rank sends beside those that its plan
+announces, and what part they are of those without codes. DDP is compared with shardc's data parallelism.
+
+For losses, a GPT is trained on the source text of shardc, byte by byte, in one way after the other, from the same
+weights and on the same batches. The network is not limited then. Prints the mean loss of the last steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))  # the models; child processes inherit the path
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+import torch.distributed as dist
+from bench import network
+from breakdown import Clock
+from gpt import DATA
+from ours import Plan
+from rounds import everyone_first, ratio
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from trainer import SIZES, Job, Size, Trainer, batches, new_model, own_rows
+
+from shardc import Zero
+from shardc.language.text import table
+from shardc.runtime.comm.launch import Workers
+from shardc.runtime.comm.messages import sent_bytes
+
+ROOT = Path(__file__).parent.parent
+VOCABULARY = 256  # of bytes
+WHOLE = 1 << 20  # MB, more than all gradients
+LAST = 20  # steps whose mean loss is printed
+UNCOMPRESSED = 2  # first steps of PowerSGD, the fewest that torch allows
+
+
+@dataclass(frozen=True, slots=True)
+class Hooked:
+    """DDP, with a hook that reduces its gradients and a maker of the hook's state.
+
+    ``bucket``: its size in MB. PowerSGD has one bucket for all gradients: its hook sends from callbacks, whose order for
+    several buckets can differ between ranks, and then gloo ends the process.
+    """
+
+    hook: Callable[[Any, Any], Future[Tensor]] | None = None
+    state: Callable[[], Any] = lambda: None
+    bucket: int | None = None
+
+    def trainer(self, model: nn.Module, job: Job, size: Size) -> Trainer:
+        """A trainer of the model."""
+        parallel = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=self.bucket)
+        if self.hook is not None:
+            parallel.register_comm_hook(self.state(), self.hook)
+        return Trainer(parallel, job.adamw(parallel.parameters()), own_rows)
+
+
+ZERO = {"zero": Zero("dp", 3)}
+POWER = partial(powerSGD_hook.PowerSGDState, None, start_powerSGD_iter=UNCOMPRESSED)  # torch's settings for the rest
+WAYS: dict[str, Plan | Hooked] = {
+    "dp": Plan("dp", DATA),
+    "dp bf16": Plan("dp", DATA, {"wire": {"dp": "bf16"}}),
+    "dp int8": Plan("dp", DATA, {"wire": {"dp": "int8"}}),
+    "dp int4": Plan("dp", DATA, {"wire": {"dp": "int4"}}),
+    "zero3": Plan("dp", DATA, ZERO),
+    "zero3 int8": Plan("dp", DATA, ZERO | {"wire": {"dp": "int8"}}),
+    "zero3 squeezed": Plan("dp", DATA, ZERO | {"wire": {"dp parameters": "int8", "dp gradients": "int4"}}),
+    "DDP": Hooked(),
+    "DDP bf16": Hooked(default_hooks.bf16_compress_hook),
+    "DDP fp16": Hooked(default_hooks.fp16_compress_hook),
+    "DDP powerSGD": Hooked(powerSGD_hook.powerSGD_hook, POWER, WHOLE),
+    "DDP batched powerSGD": Hooked(powerSGD_hook.batched_powerSGD_hook, POWER, WHOLE),
+}
+
+
+@dataclass(slots=True)
+class Measured:
+    """One way, on this rank.
+
+    ``announced``: bytes that a rank sends in a step according to the plan. By round, ``seconds``, and ``sent`` bytes of
+    a rank. ``losses`` of the last steps of training. ``failed``: the first line of the error of a way that cannot run.
+    """
+
+    announced: int | None = None
+    seconds: dict[int, float] = field(default_factory=dict)
+    sent: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    failed: str = ""
+
+    @property
+    def mean_sent(self) -> float:
+        """The bytes of a rank in a step."""
+        return fmean(self.sent)
+
+    def timed_step(self, number: int, trainer: Trainer, batch: Tensor) -> None:
+        """Take the step of a round, which all ranks begin together, and count what they send, headers included."""
+        dist.barrier()
+        before = sent_bytes()
+        dist.barrier()
+        start = Clock.now()
+        trainer.step(batch)
+        self.seconds[number] = start.until_now().seconds
+        dist.barrier()
+        after = sent_bytes()
+        dist.barrier()
+        self.sent.append(float("nan") if before is None or after is None else (after - before) / dist.get_world_size())
+
+
+Found = Mapping[str, Measured]
+
+
+def measure(size: Size, names: Sequence[str], rounds: int) -> Found:
+    """Measure the steps of all ways of these names, on this rank."""
+    found, trainers, data = {name: Measured() for name in names}, dict[str, Trainer](), batches(size)
+    for name, way in found.items():
+        is_ours = isinstance(WAYS[name], Plan)
+        with _reported(way):
+            trainer = _trainer(name, size)
+            for batch in data[: 1 if is_ours else UNCOMPRESSED + 1]:
+                trainer.step(batch)
+            way.announced, trainers[name] = trainer.announced, trainer
+    for i in range(rounds):
+        for name in everyone_first(names, i):
+            if name in trainers:
+                found[name].timed_step(i, trainers[name], data[i % len(data)])
+    return found
+
+
+def train(size: Size, names: Sequence[str], steps: int, text: bytes) -> Found:
+    """Train in all ways of these names, one after the other, on this rank."""
+    found = {name: Measured() for name in names}
+    for name, way in found.items():
+        with _reported(way):
+            trainer = _trainer(name, size)
+            way.losses = [trainer.step(batch) for batch in text_batches(size, steps, text)][-LAST:]
+        if dist.get_rank() == 0:
+            print(name, *way.losses[-1:], way.failed, file=sys.stderr)
+    return found
+
+
+def text_batches(size: Size, steps: int, text: bytes) -> Iterator[Tensor]:
+    """A batch for each step, of windows of the text: bytes and those that follow them, ``[1, 2, row, token]``."""
+    random, numbers = torch.Generator().manual_seed(1), torch.tensor(list(text))
+    window = torch.arange(size.config.context + 1)
+    for _ in range(steps):
+        rows = numbers[torch.randint(len(text) - len(window), (size.batch, 1), generator=random) + window]
+        yield torch.stack([rows[:, :-1], rows[:, 1:]])[None]
+
+
+def source_text() -> bytes:
+    """The Python files of shardc's packages."""
+    files = sorted(each for package in ("shardc", "passes", "runtime") for each in (ROOT / package).rglob("*.py"))
+    return b"".join(each.read_bytes() for each in files)
+
+
+def steps_report(ranks: Sequence[Found]) -> str:
+    """A table of steps with a row for each way, from what all ranks have found."""
+    rows, seconds, plans = [], slowest(ranks), ranks[0]
+    for name, way in plans.items():
+        step, sent, announced, off, beside, part = [""] * 6
+        if name in seconds:
+            step, sent = f"{median(seconds[name].values()):.2f}", f"{way.mean_sent / 1e6:.2f}"
+        if way.announced is not None:
+            announced, off = f"{way.announced / 1e6:.2f}", f"{way.mean_sent / way.announced - 1:+.1%}"
+        plain = uncompressed(name)
+        if name in seconds and plain in seconds and plain != name:
+            beside, part = str(ratio(seconds[plain], seconds[name])), f"{way.mean_sent / plans[plain].mean_sent:.3f}"
+        rows.append((name, step, beside, sent, announced, off, part, way.failed))
+    header = ("way", "step, s", "without codes beside it", "MB sent", "announced", "off by", "part of bytes", "failed")
+    return table(header, rows)
+
+
+def losses_report(ranks: Sequence[Found], took: Mapping[str, float]) -> str:
+    """A table of losses with a row for each way; ``took``: the seconds of training, where steps were timed."""
+    rows = []
+    losses = {name: fmean(fmean(rank[name].losses) for rank in ranks) for name, way in ranks[0].items() if way.losses}
+    for name, way in ranks[0].items():
+        loss, plain = losses.get(name), losses.get(uncompressed(name))
+        beside = f"{loss / plain:.4f}" if loss and plain and name != uncompressed(name) else ""
+        seconds = f"{took[name]:.0f}" if name in took else ""
+        rows.append((name, f"{loss:.4f}" if loss else "", beside, seconds, way.failed))
+    return table(("way", "loss", "beside without codes", "seconds to it", "failed"), rows)
+
+
+def slowest(ranks: Sequence[Found]) -> dict[str, dict[int, float]]:
+    """For each way that runs, the seconds of the slowest rank by round."""
+    ways = {name: [rank[name].seconds for rank in ranks] for name, way in ranks[0].items() if way.seconds}
+    return {name: {i: max(each[i] for each in of_ranks) for i in of_ranks[0]} for name, of_ranks in ways.items()}
+
+
+def uncompressed(name: str) -> str:
+    """shardc's way of the same plan that sends values as they are."""
+    return "zero3" if name.startswith("zero3") else "dp"
+
+
+def _trainer(name: str, size: Size) -> Trainer:
+    torch.set_num_threads(1)
+    return WAYS[name].trainer(new_model(size), Job(dist.get_world_size()), size)
+
+
+@contextmanager
+def _reported(way: Measured) -> Iterator[None]:
+    """Note an error in the block as that of the way; all ranks have it."""
+    try:
+        yield
+    except (AssertionError, RuntimeError, TypeError) as error:
+        way.failed = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(": ")
+
+
+def main() -> None:
+    """Measure, train, and print a table of each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS], help="by default all")
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--mbit", type=int, help="limit the ranks' network to so many Mbit/s (Linux, as root)")
+    parser.add_argument("--train", type=int, metavar="STEPS", help="train for so many steps; without --mbit, only that")
+    options = parser.parse_args()
+    size, took = SIZES[options.size], dict[str, float]()
+    title = f"{options.size}, {options.ranks} ranks"
+    if options.mbit is not None or options.train is None:
+        with network(options.mbit), Workers(options.ranks) as workers:
+            ranks = workers.run(measure, size, options.ways, options.rounds)
+        limit = "no limit of the network" if options.mbit is None else f"{options.mbit} Mbit/s"
+        print(f"{title}, {limit}, medians of {options.rounds} rounds\n{steps_report(ranks)}", flush=True)
+        took = {name: median(rounds.values()) * (options.train or 0) for name, rounds in slowest(ranks).items()}
+    if options.train is not None:
+        size = replace(size, config=replace(size.config, vocab=VOCABULARY))
+        with Workers(options.ranks) as workers:
+            ranks = workers.run(train, size, options.ways, options.train, source_text())
+        print(f"{title}, {options.train} steps, means of the last {LAST}\n{losses_report(ranks, took)}")
+
+
+if __name__ == "__main__":
+    main()
