@@ -57,8 +57,8 @@ UNCOMPRESSED = 2  # first steps of PowerSGD, the fewest that torch allows
 class Hooked:
     """DDP, with a hook that reduces its gradients and a maker of the hook's state.
 
-    ``bucket``: its size in MB. PowerSGD has one bucket for all gradients: its hook sends from callbacks, whose order for
-    several buckets can differ between ranks, and then gloo ends the process.
+    ``bucket``: its size in MB. PowerSGD has one bucket for all gradients: its hook sends from callbacks, whose order
+    can differ between ranks where there are several buckets, and then gloo ends the process.
     """
 
     hook: Callable[[Any, Any], Future[Tensor]] | None = None

@@ -8,7 +8,8 @@
 
 A reduce_scatter becomes an all_to_all, whose results are added when they are decoded; an all_reduce does that and
 gathers the codes of the sums. So sums are made of decoded values, and every rank that holds a value has decoded it from
-the same codes, the rank that encoded it too.
+the same codes, the rank that encoded it too. In a pipeline the codes of a message are made by the stage that sends it,
+and decoded by the one that it is for.
 
 Invariant: every value that was there keeps its type and its sharding.
 """
@@ -16,6 +17,8 @@ Invariant: every value that was there keeps its type and its sharding.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -30,6 +33,7 @@ from shardc.program.coding.nodes import add_codes, decode, encode
 from shardc.program.collective import all_gather, all_to_all, collective_permute, group_size, steps_sharding
 from shardc.program.communication import bucket, members
 from shardc.program.program import Program
+from shardc.program.stages import Crossing, has_stages, stages_of
 from shardc.wire import Codec
 
 
@@ -40,6 +44,9 @@ def encode_collectives(program: Program) -> Program:
     program = program.edited()
     contents = Contents(program)
     codecs = {node: codec for node in program.calls if (codec := contents.codec(node))}
+    messages = list(_messages(program, contents)) if has_stages(program) else []
+    for message in messages:
+        _encode_message(program, *message)
     for node, codec in codecs.items():
         with program.graph.inserting_before(node):
             result = _Coded(program, node, codec).result()
@@ -48,6 +55,43 @@ def encode_collectives(program: Program) -> Program:
         node.replace_all_uses_with(result)
         program.graph.erase_node(node)
     return program
+
+
+Message = tuple[fx.Node, Codec, Crossing, tuple[fx.Node, ...]]
+
+
+def _messages(program: Program, contents: Contents) -> Iterator[Message]:
+    """The values that a rank sends to another one in each microbatch, with their codecs and what reads them there."""
+    found, pipeline = stages_of(program), program.options.pipeline
+    assert pipeline is not None
+    rank_of = pipeline.place(program.num_stages)
+    for crossing, nodes in found.crossings.items():
+        calls = [call for part in found.stages[crossing.target].parts.values() for call in part]
+        if crossing.part != "after" and rank_of[crossing.source] != rank_of[crossing.target]:
+            for node in nodes:
+                if codec := contents.message_codec(node):
+                    yield node, codec, crossing, tuple(call for call in calls if node in call.all_input_nodes)
+
+
+def _encode_message(
+    program: Program, node: fx.Node, codec: Codec, crossing: Crossing, readers: Sequence[fx.Node]
+) -> None:
+    """Let the stage that a value is sent to read what it decodes."""
+    type_, asked = program.local_type(node), ("send", (), ((),), codec.name)
+    assert type_ is not None and program.mesh is not None
+    senders = DimSharding(merge_parts(_others([program.sharding(node)], ())))
+    codes_type = TensorType((num_shards(senders.axes), 1, codec.length(type_.numel)), codes_dtype(codec))
+    with program.graph.inserting_after(node):
+        codes = program.insert(encode, (*asked, node), codes_type, node, name=f"encode_{node.name}")
+    with program.graph.inserting_after(codes):
+        decoded = program.insert(decode, (*asked, codes), program.type(node), node, name=f"decode_{node.name}")
+    program.set_sharding(codes, Sharding(program.mesh, (senders, WHOLE, WHOLE)))
+    program.set_sharding(decoded, program.sharding(node))
+    for each, stage in ((codes, crossing.source), (decoded, crossing.target)):
+        program.set_source(each, replace(program.source(node), stage=stage))
+        program.set_origins(each, ({},) if each is codes else (program.origin(node),))
+    for reader in readers:
+        reader.replace_input_with(node, decoded)
 
 
 class _Coded:

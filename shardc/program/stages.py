@@ -27,6 +27,7 @@ from shardc.language.windows import overlap_add, windows
 from shardc.language.words import PARTS, Part
 from shardc.ops.contraction import dot
 from shardc.options import Pipeline
+from shardc.program.coding.nodes import codec_name
 from shardc.program.collective import Collective, adds_microbatches, wire_bytes_total
 from shardc.program.communication import RowCount, axes_of, collective_at, is_collective, is_sent, joined_type, members
 from shardc.program.lifetime import split
@@ -140,6 +141,7 @@ def _message(program: Program, crossing: Crossing, nodes: tuple[fx.Node, ...], p
         name=f"send_{crossing.part}_{crossing.source}_to_{crossing.target}", phase=phase,
         node=", ".join(node.name for node in nodes), source=", ".join(sources),
         causes=(StageCrossing(crossing.source, crossing.target, tuple(node.name for node in nodes), pipeline.text),),
+        codec=next(filter(None, map(codec_name, nodes)), ""),
     )  # fmt: skip
 
 

@@ -50,6 +50,15 @@ class Contents:
         coded = sum(codec.nbytes(type_.numel) for type_ in types)
         return codec if coded < sum(type_.nbytes for type_ in types) else None
 
+    def message_codec(self, node: fx.Node) -> Codec | None:
+        """The codec of a value that a stage of a pipeline sends to another one; None for one that is sent as it is."""
+        pipeline, type_ = self.program.options.pipeline, self.program.local_type(node)
+        is_coded = type_ is not None and type_.dtype.is_floating_point and type_.numel >= FEWEST
+        if pipeline is None or type_ is None or not is_coded:
+            return None
+        codec = codec_of(self.wire, pipeline.axis, ACTIVATIONS, {self.program.source(node).module})
+        return None if codec is None or codec.nbytes(type_.numel) >= type_.nbytes else codec
+
     def content(self, node: fx.Node) -> str:
         """What a collective carries, one of ``CONTENTS``."""
         if node in self._to_gradients:

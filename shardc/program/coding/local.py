@@ -50,7 +50,6 @@ def local_call(program: Program, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     types = [type_ for type_ in program.types(node) if type_ is not None]
     shapes = tuple(type_.shape for type_ in types)
     (codes,) = operands
-    encoded: Any = operand(codes).args[4:]
-    pieces = pieces_of(encoded) if kind in JOINED else shapes
+    pieces = pieces_of(operand(codes).args[4:]) if kind in JOINED else shapes  # type: ignore[arg-type]
     dims = tuple(rest[0] if kind in JOINED else 0 for rest in args)
     return decode_rows, (kind, codec, dims, pieces, shapes, types[0].dtype, codes)
