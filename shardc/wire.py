@@ -24,35 +24,43 @@ CONTENTS = (GRADIENTS, PARAMETERS, ACTIVATIONS)  # what a collective may carry
 class Codec:
     """A way to write floating-point values in fewer bytes.
 
-    ``bits``: of an element. ``block``: the number of elements that share a scale, 0 where there is none. ``error``: the
-    root mean square error of normally distributed values, as a part of their own root mean square.
+    ``bits``: of an element. ``block``: the number of elements that go together; no block has elements of two tensors.
+    ``error``: the root mean square error of normally distributed values, as a part of their own root mean square.
+    ``scale``: the bytes of the scale of a block, a float32; 0 where elements are codes by themselves.
     """
 
     name: str
     bits: int
     block: int
     error: float
+    scale: int = 0
 
     def length(self, numel: int) -> int:
         """The elements of the tensor of codes of so many values: bytes, or without scales as many as the values."""
-        return ceil_div(numel, self.block) * (SCALE + self.block * self.bits // 8) if self.block else numel
+        return ceil_div(numel, self.block) * (self.scale + self.block * self.bits // 8 if self.scale else self.block)
 
     def nbytes(self, numel: int) -> int:
         """The bytes of the codes of so many values, the last block filled up."""
-        return self.length(numel) * (1 if self.block else self.bits // 8)
+        return self.length(numel) * (1 if self.scale else self.bits // 8)
 
 
 CODECS = {
     each.name: each
     for each in (
-        Codec("fp16", 16, 0, 2.1e-4),
-        Codec("bf16", 16, 0, 1.7e-3),
-        Codec("int8", 8, 256, 7.0e-3),
-        Codec("fp8", 8, 256, 2.6e-2),
-        Codec("int4", 4, 128, 1.17e-1),
+        Codec("fp16", 16, 1, 2.1e-4),
+        Codec("bf16", 16, 1, 1.7e-3),
+        Codec("int8", 8, 256, 7.0e-3, SCALE),
+        Codec("fp8", 8, 256, 2.6e-2, SCALE),
+        Codec("int4", 4, 128, 1.17e-1, SCALE),
     )
 }
+VALUES = Codec("values", 32, 256, 0.0)  # as they are, where one step of a collective sends codes and another does not
 Wire = Mapping[str, str | None]
+
+
+def codec_named(name: str) -> Codec:
+    """The codec of a name that a program has."""
+    return VALUES if name == VALUES.name else CODECS[name]
 
 
 def codec_of(wire: Wire, axis: str, content: str, paths: Collection[str]) -> Codec | None:

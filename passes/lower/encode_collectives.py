@@ -26,10 +26,10 @@ from torch import fx
 from shardc.language.mesh import Axes, merge_parts, part_ends, split_parts
 from shardc.language.partition import parse_parts
 from shardc.language.sharding import WHOLE, DimSharding, Sharding, TensorType, ceil_div, num_shards
-from shardc.ops.codes import codes_dtype, sum_dtype
-from shardc.program.coding.content import Contents
+from shardc.ops.codes import CUT, codes_dtype, sum_dtype
+from shardc.program.coding.content import Contents, Step
 from shardc.program.coding.local import piece_of
-from shardc.program.coding.nodes import add_codes, decode, encode
+from shardc.program.coding.nodes import Arguments, add_codes, decode, encode
 from shardc.program.collective import all_gather, all_to_all, collective_permute, group_size, steps_sharding
 from shardc.program.communication import bucket, members
 from shardc.program.program import Program
@@ -43,13 +43,13 @@ def encode_collectives(program: Program) -> Program:
         return program
     program = program.edited()
     contents = Contents(program)
-    codecs = {node: codec for node in program.calls if (codec := contents.codec(node))}
+    coded = {node: steps for node in program.calls if (steps := contents.steps(node))}
     messages = list(_messages(program, contents)) if has_stages(program) else []
     for message in messages:
         _encode_message(program, *message)
-    for node, codec in codecs.items():
+    for node, steps in coded.items():
         with program.graph.inserting_before(node):
-            result = _Coded(program, node, codec).result()
+            result = _Coded(program, node).result(steps)
         for user in list(node.users) if node.target is bucket else ():
             user.args = (result, user.args[1])
         node.replace_all_uses_with(result)
@@ -80,7 +80,7 @@ def _encode_message(
     type_, asked = program.local_type(node), ("send", (), ((),), codec.name)
     assert type_ is not None and program.mesh is not None
     senders = DimSharding(merge_parts(_others([program.sharding(node)], ())))
-    codes_type = TensorType((num_shards(senders.axes), 1, codec.length(type_.numel)), codes_dtype(codec))
+    codes_type = TensorType((num_shards(senders.axes), 1, codec.length(type_.numel)), codes_dtype(codec, type_.dtype))
     with program.graph.inserting_after(node):
         codes = program.insert(encode, (*asked, node), codes_type, node, name=f"encode_{node.name}")
     with program.graph.inserting_after(codes):
@@ -97,67 +97,83 @@ def _encode_message(
 class _Coded:
     """Makes the nodes of a collective that sends codes."""
 
-    def __init__(self, program: Program, node: fx.Node, codec: Codec) -> None:
+    def __init__(self, program: Program, node: fx.Node) -> None:
         assert program.mesh is not None
-        self.program, self.node, self.codec, self.parts = program, node, codec, members(node)
-        self.kind, (self.axes, *_) = self.parts[0].kind, self.parts[0].args
-        self.count = group_size(program.mesh, self.kind, self.parts[0].args)
-        own, shardings = parse_parts(self.axes, program.mesh), [program.sharding(part.operand) for part in self.parts]
-        self._senders = DimSharding(merge_parts(_others(shardings, own) + own))
-        values = program.value_type(program.value(self.parts[0].operand))
-        self._sum_dtype = sum_dtype(values.dtype)
+        self.program, self.node, self.mesh, self.parts = program, node, program.mesh, members(node)
+        self.kind = self.parts[0].kind
+        self.dtype = sum_dtype(program.value_type(program.value(self.parts[0].operand)).dtype)
 
-    def result(self) -> fx.Node:
+    def result(self, steps: Sequence[Step]) -> fx.Node:
         """Insert all nodes; the last one has the results of the collective."""
-        asked = self.kind, self.axes, tuple(part.args[1:] for part in self.parts), self.codec.name
-        operands = [part.operand for part in self.parts]
-        receivers, length = self._row()
-        codes = self._codes(encode, (*asked, *operands), receivers, length)
-        if self.kind == "collective_permute":
-            arrived = self._send(collective_permute, codes, self.parts[0].args)
-        elif self.kind == "all_gather":
-            arrived = self._send(all_gather, codes, (self.axes, 0))
-        else:
-            arrived = self._send(all_to_all, codes, (self.axes, 0, 1))
+        (axes, codec), values = steps[0], [part.operand for part in self.parts]
+        asked = self.kind, axes, tuple(part.args[1:] for part in self.parts), codec
         if self.kind == "all_reduce":
-            arrived = self._send(all_gather, self._codes_of_sums(arrived, length), (self.axes, 0))
+            arrived = self._reduced(steps, values, asked[2])
+        else:
+            codes = self._encode(*asked, values)
+            if self.kind == "collective_permute":
+                arrived = self._send(collective_permute, codes, self.parts[0].args)
+            elif self.kind == "all_gather":
+                arrived = self._send(all_gather, codes, (axes, 0))
+            else:
+                arrived = self._send(all_to_all, codes, (axes, 0, 1))
         program, node = self.program, self.node
         types = program.types(node) if program.has_many(node) else program.type(node)
-        result = program.insert(decode, (*asked, arrived), types, node, name=f"decode_{node.name}")
+        result = self._insert(decode, (*asked[:3], codec.name, arrived), types)
         shardings = program.shardings(node)
         program.set_sharding(result, shardings if program.has_many(node) else shardings[0])
         program.set_origins(result, program.origins(node))
         return result
 
-    def _row(self) -> tuple[int, int]:
-        """The rows that a rank sends, and the length of each."""
-        length, shapes = self.codec.length, [self.program.local_type(part.operand) for part in self.parts]
-        numels = [type_.numel for type_ in shapes if type_ is not None]
-        if self.kind == "all_reduce":
-            unit = self.codec.block or 1
-            return self.count, length(unit * ceil_div(sum(ceil_div(numel, unit) for numel in numels), self.count))
-        if self.kind in ("all_gather", "collective_permute"):
-            return 1, sum(map(length, numels))
-        pieces = [piece_of(self.program, part.operand, part.kind, part.args) for part in self.parts]
-        return self.count, sum(length(math.prod(piece)) for piece in pieces)
+    def _reduced(self, steps: Sequence[Step], values: Sequence[fx.Node], args: Arguments) -> fx.Node:
+        """The codes of an all_reduce of values from all ranks of its first step."""
+        (axes, codec), *further = steps
+        arrived = self._send(all_to_all, self._encode("all_reduce", axes, args, codec, values), (axes, 0, 1))
+        numel = self.program.type(arrived).shape[2] // codec.length(1) * codec.block
+        senders = self._senders(values, axes)
+        type_ = TensorType((num_shards(senders.axes), numel), self.dtype)
+        total = self._cut(self._insert(add_codes, (codec.name, arrived), type_), senders)
+        if further:  # after which ranks along its axes have the same
+            own, ((within, by), *_) = parse_parts(axes, self.mesh), further
+            codes = self._reduced(further, [total], (("sum",),))
+            others = _others([self.program.sharding(total)], own + parse_parts(within, self.mesh))
+            senders = DimSharding(merge_parts(others + own))
+            type_ = TensorType((num_shards(senders.axes), numel), self.dtype)
+            total = self._cut(self._insert(decode, ("all_reduce", within, (("sum",),), by.name, codes), type_), senders)
+        return self._send(all_gather, self._encode("all_gather", axes, ((0,),), codec, [total]), (axes, 0))
 
-    def _codes(self, target: Any, args: tuple[Any, ...], receivers: int, length: int) -> fx.Node:
-        type_ = TensorType((num_shards(self._senders.axes), receivers, length), codes_dtype(self.codec))
-        codes = self.program.insert(target, args, type_, self.node, name=f"encode_{self.node.name}")
-        return self._cut(codes, 3)
+    def _encode(
+        self, kind: Any, axes: tuple[str, ...], args: Arguments, codec: Codec, values: Sequence[fx.Node]
+    ) -> fx.Node:
+        receivers, length = self._row(kind, axes, args, codec, values)
+        senders = self._senders(values, axes)
+        type_ = TensorType((num_shards(senders.axes), receivers, length), codes_dtype(codec, self.dtype))
+        return self._cut(self._insert(encode, (kind, axes, args, codec.name, *values), type_), senders)
 
-    def _codes_of_sums(self, arrived: fx.Node, length: int) -> fx.Node:
-        program, node, unit = self.program, self.node, self.codec.length(1)
-        numel = length // unit * (self.codec.block or 1)
-        type_ = TensorType((num_shards(self._senders.axes), numel), self._sum_dtype)
-        sums = program.insert(add_codes, (self.codec.name, arrived), type_, node, name=f"sum_{node.name}")
-        args = "all_gather", self.axes, ((0,),), self.codec.name, self._cut(sums, 2)
-        return self._codes(encode, args, 1, length)
+    def _row(
+        self, kind: Any, axes: tuple[str, ...], args: Arguments, codec: Codec, values: Sequence[fx.Node]
+    ) -> tuple[int, int]:
+        """The rows of codes that a rank makes, and the length of each."""
+        count = group_size(self.mesh, kind, (axes, *args[0]))
+        pieces = [piece_of(self.program, x, kind, (axes, *rest)) for x, rest in zip(values, args, strict=True)]
+        numels = [math.prod(piece) for piece in pieces]
+        if kind == "all_reduce":
+            blocks = sum(ceil_div(numel, codec.block) for numel in numels)
+            return count, codec.length(codec.block * ceil_div(blocks, count))
+        return count if kind in CUT else 1, sum(map(codec.length, numels))
 
-    def _cut(self, node: fx.Node, ndim: int) -> fx.Node:
-        """Let the first dim of a node be cut by the axes along which senders differ."""
-        assert self.program.mesh is not None
-        self.program.set_sharding(node, Sharding(self.program.mesh, (self._senders, *[WHOLE] * (ndim - 1))))
+    def _senders(self, values: Sequence[fx.Node], axes: tuple[str, ...]) -> DimSharding:
+        """The dim of senders of values, cut by the axes along which they differ, and last by those of a collective."""
+        own = parse_parts(axes, self.mesh)
+        return DimSharding(merge_parts(_others([self.program.sharding(each) for each in values], own) + own))
+
+    def _insert(self, target: Any, args: tuple[Any, ...], type_: Any) -> fx.Node:
+        return self.program.insert(target, args, type_, self.node, name=f"{target.__name__}_{self.node.name}")
+
+    def _cut(self, node: fx.Node, senders: DimSharding) -> fx.Node:
+        """Let the first dim of a node be that of senders."""
+        others = [WHOLE] * (len(self.program.type(node).shape) - 1)
+        self.program.set_sharding(node, Sharding(self.mesh, (senders, *others)))
         self.program.set_origins(node, ({},))
         return node
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from shardc.wire import CODECS, SCALE, Codec
+from shardc.wire import VALUES, Codec, codec_named
 
 Dims = tuple[int, ...]
 Shapes = tuple[tuple[int, ...], ...]
@@ -24,9 +24,9 @@ CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}  # codecs without scales
 LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}  # the code of the largest value of a block
 
 
-def codes_dtype(codec: Codec) -> torch.dtype:
-    """The dtype of the tensor of codes."""
-    return CASTS.get(codec.name, torch.uint8)
+def codes_dtype(codec: Codec, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the tensor of codes of values of a dtype."""
+    return sum_dtype(dtype) if codec is VALUES else CASTS.get(codec.name, torch.uint8)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -41,21 +41,21 @@ def encode_rows(kind: str, codec: str, count: int, dims: Dims, lengths: tuple[in
     up with zeros; for an all_reduce all are laid flat after each other, and that is cut. For an all_gather and a
     collective_permute there is one row.
     """
-    by, dtype = CODECS[codec], sum_dtype(xs[0].dtype)
+    by, dtype = codec_named(codec), sum_dtype(xs[0].dtype)
     if kind in CUT:
         pieces = [_pieces(x, count, *cut) for x, *cut in zip(xs, dims, lengths, strict=True)]
     else:
         pieces = [x.reshape(1, -1) for x in xs]
-    values = [_filled(rows.to(dtype), by.block or 1) for rows in pieces]
+    values = [_filled(rows.to(dtype), by.block) for rows in pieces]
     joined = torch.cat(values, 1) if len(values) > 1 else values[0]
     if kind == "all_reduce":
-        joined = _filled(joined, (by.block or 1) * count).view(count, -1)
+        joined = _filled(joined, by.block * count).view(count, -1)
     return _encode(joined, by).unsqueeze(0)
 
 
 def add_codes(codec: str, dtype: torch.dtype, codes: Tensor) -> Tensor:
     """The sum ``[1, length]`` of the rows of codes ``[count, 1, length]``."""
-    return _decode(codes.squeeze(1), CODECS[codec], sum_dtype(dtype)).sum(0, keepdim=True)
+    return _decode(codes.squeeze(1), codec_named(codec), sum_dtype(dtype)).sum(0, keepdim=True)
 
 
 def decode_rows(
@@ -66,7 +66,7 @@ def decode_rows(
     Each row has a piece of every value, of the shapes ``pieces``. For a reduce_scatter pieces are added, for an
     all_gather and an all_to_all joined along the dim of ``dims``; for an all_reduce the rows are one row that was cut.
     """
-    by = CODECS[codec]
+    by = codec_named(codec)
     rows = _decode(codes.squeeze(1), by, sum_dtype(dtype))
     if kind == "reduce_scatter":
         rows = rows.sum(0, keepdim=True)
@@ -80,7 +80,7 @@ def decode_rows(
             results.append(values.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, shape[dim]).contiguous())
         else:
             results.append(values.reshape(shape))
-        start += numel + -numel % (by.block or 1)
+        start += numel + -numel % (by.block)
     return tuple(results) if len(results) > 1 else results[0]
 
 
@@ -98,8 +98,8 @@ def _filled(rows: Tensor, block: int) -> Tensor:
 
 
 def _encode(rows: Tensor, codec: Codec) -> Tensor:
-    if codec.name in CASTS:
-        return rows.to(CASTS[codec.name])
+    if not codec.scale:
+        return rows.to(codes_dtype(codec, rows.dtype))
     blocks = rows.unflatten(1, (-1, codec.block))
     scale = (blocks.abs().amax(2, keepdim=True) / LARGEST[codec.name]).float()
     scaled = blocks / torch.where(scale > 0, scale, 1)  # of a block with a nan or inf the scale is one, and all is nan
@@ -108,11 +108,11 @@ def _encode(rows: Tensor, codec: Codec) -> Tensor:
 
 
 def _decode(rows: Tensor, codec: Codec, dtype: torch.dtype) -> Tensor:
-    if codec.name in CASTS:
+    if not codec.scale:
         return rows.to(dtype)
-    blocks = rows.unflatten(1, (-1, SCALE + codec.block * codec.bits // 8))
-    scale = blocks[..., :SCALE].contiguous().view(torch.float32)
-    return (_unround(blocks[..., SCALE:], codec).to(dtype) * scale).flatten(1)
+    blocks = rows.unflatten(1, (-1, codec.scale + codec.block * codec.bits // 8))
+    scale = blocks[..., : codec.scale].contiguous().view(torch.float32)
+    return (_unround(blocks[..., codec.scale :], codec).to(dtype) * scale).flatten(1)
 
 
 def _round(scaled: Tensor, codec: Codec) -> Tensor:

@@ -19,7 +19,7 @@ from shardc.language.windows import most_rows_sent, overlap_add
 from shardc.ops.attention.ring import Ring, ring_bytes
 from shardc.ops.attention.rules import RINGS, ring_attention_backward
 from shardc.ops.piece import fit
-from shardc.program.coding.nodes import CODINGS, codec_name, is_encode, is_sum_of_codes
+from shardc.program.coding.nodes import CODINGS, codec_name, is_encode, is_step
 from shardc.program.collective import (
     COLLECTIVES,
     EXCHANGES,
@@ -99,7 +99,7 @@ def values_sent(node: fx.Node) -> list[fx.Node]:
     if not is_encode(parts[0].operand):
         return [part.operand for part in parts]
     encoded = [each for each in parts[0].operand.args if isinstance(each, fx.Node)]
-    return values_sent(operand(encoded[0], -1)) if is_sum_of_codes(encoded[0]) else encoded
+    return values_sent(operand(encoded[0], -1)) if is_step(encoded[0]) else encoded
 
 
 def values_received(node: fx.Node) -> list[fx.Node]:
@@ -108,7 +108,7 @@ def values_received(node: fx.Node) -> list[fx.Node]:
     if not is_encode(parts[0].operand):
         return [next(results(node, part), node) for part in parts]
     (reader,) = node.users
-    if is_sum_of_codes(reader):
+    if is_step(reader):
         (codes,) = reader.users
         (sent,) = codes.users
         return values_received(sent)

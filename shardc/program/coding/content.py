@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import fx
 
+from shardc.language.mesh import axis_of
 from shardc.program.collective import group_size
 from shardc.program.communication import Member, axes_of, chain, is_collective, is_early, members, only_to_gradients
 from shardc.program.node import descendants, is_cast, is_free
 from shardc.program.program import Program, ends_of, parameters_of
-from shardc.wire import ACTIVATIONS, GRADIENTS, PARAMETERS, Codec, codec_of
+from shardc.wire import ACTIVATIONS, GRADIENTS, PARAMETERS, VALUES, Codec, codec_of
 
 aten = torch.ops.aten
+Step = tuple[tuple[str, ...], Codec]  # the axes, printed, of a part of a collective, and its codec
 STATISTICS = {aten.sum.dim_IntList, aten.sum.default}  # of activations: few numbers, on which much depends
 SCALED = {aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar}
 FEWEST = 256
@@ -28,27 +30,44 @@ class Contents:
         self._to_gradients = only_to_gradients(program) if self.wire else set()
         self._parameters = {node: name for name, node in parameters_of(program).items()}
 
-    def codec(self, node: fx.Node) -> Codec | None:
-        """The codec of a collective; None for one that sends values as they are.
+    def steps(self, node: fx.Node) -> tuple[Step, ...]:
+        """The axes over which a collective is done, step by step, each with its codec; none for one that sends values.
 
-        Codes stand for floats where they are fewer bytes; not for the largest of values, nor for a few activations or
-        sums of them, as a softmax over a cut dim needs them. Of the codecs of several axes it is the most exact.
+        All axes are one step where all have a codec, by the most exact of these. A sum over further axes is done within
+        those first, so that of the codes each rank sends those of its piece.
+        """
+        codecs, parts = self.codecs(node), members(node)
+        codec = max((each for each in codecs.values() if each is not None), key=lambda each: each.bits, default=None)
+        if codec is None or not self._is_fewer(codec, parts):
+            return ()
+        axes: tuple[str, ...] = parts[0].args[0]
+        plain = tuple(part for part in axes if codecs[axis_of(part)] is None)
+        if not plain:
+            return ((axes, codec),)
+        coded = tuple(part for part in axes if part not in plain)
+        return ((plain, VALUES), (coded, codec)) if parts[0].kind == "all_reduce" else ()
+
+    def _is_fewer(self, codec: Codec, parts: Sequence[Member]) -> bool:
+        """Whether codes of what a collective moves are fewer bytes than it is."""
+        types = [type_ for part in parts if (type_ := self.program.local_type(part.operand)) is not None]
+        return sum(codec.nbytes(type_.numel) for type_ in types) < sum(type_.nbytes for type_ in types)
+
+    def codecs(self, node: fx.Node) -> dict[str, Codec | None]:
+        """The codecs that the option has for the axes of a collective; none of one that has to send values.
+
+        It has to send whole numbers and the largest of values, and a few activations and sums of them, as a softmax
+        over a cut dim needs them.
         """
         parts = members(node) if self.wire and is_collective(node) else ()
         if not parts or not all(self._may_be_coded(part) for part in parts):
-            return None
+            return {}
         content, paths = self.content(node), set(self._paths(node))
-        types = [type_ for part in parts if (type_ := self.program.local_type(part.operand)) is not None]
         if content == ACTIVATIONS:
-            are_few = sum(type_.numel for type_ in types) < FEWEST
+            types = [self.program.local_type(part.operand) for part in parts]
+            are_few = sum(type_.numel for type_ in types if type_ is not None) < FEWEST
             if are_few or any(_computed_by(part.operand).target in STATISTICS for part in parts):
-                return None
-        codecs = [codec_of(self.wire, axis, content, paths) for axis in axes_of(node)]
-        codec = max((each for each in codecs if each is not None), key=lambda each: each.bits, default=None)
-        if codec is None or None in codecs:
-            return None
-        coded = sum(codec.nbytes(type_.numel) for type_ in types)
-        return codec if coded < sum(type_.nbytes for type_ in types) else None
+                return {}
+        return {axis: codec_of(self.wire, axis, content, paths) for axis in axes_of(node)}
 
     def message_codec(self, node: fx.Node) -> Codec | None:
         """The codec of a value that a stage of a pipeline sends to another one; None for one that is sent as it is."""

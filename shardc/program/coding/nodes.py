@@ -22,6 +22,7 @@ from torch import fx
 
 from shardc.ops.codes import add_codes as add_rows
 from shardc.ops.codes import decode_rows, encode_rows
+from shardc.wire import VALUES
 
 Arguments = tuple[tuple[Any, ...], ...]  # of each value, those of its collective after the axes
 
@@ -49,13 +50,19 @@ def is_encode(node: fx.Node) -> bool:
     return node.target in (encode, encode_rows)
 
 
+def is_step(node: fx.Node) -> bool:
+    """Whether a node is what one collective of codes gives, and another one sends, of those that make one."""
+    is_between = bool(node.users) and all(map(is_encode, node.users))
+    return is_sum_of_codes(node) or (node.target in (decode, decode_rows) and is_between)
+
+
 def is_sum_of_codes(node: fx.Node) -> bool:
     """Whether a node adds what codes stand for, whole or local."""
     return node.target in (add_codes, add_rows)
 
 
 def codec_name(node: fx.Node) -> str:
-    """The name of the codec of the codes that a node makes; empty for a node that makes none."""
+    """The name of the codec of the codes that a node makes; empty for a node that makes none, or values."""
     places: dict[Any, int] = {encode: 3, encode_rows: 1}
     place = places.get(node.target)
-    return "" if place is None else str(node.args[place])
+    return "" if place is None or node.args[place] == VALUES.name else str(node.args[place])

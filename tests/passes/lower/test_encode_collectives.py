@@ -59,7 +59,7 @@ def net(dtype: torch.dtype = torch.float64) -> tuple[Net, tuple[Tensor, Tensor]]
 @pytest.fixture
 def lossless(monkeypatch: pytest.MonkeyPatch) -> None:
     """A codec that loses nothing, for any number of values, so that coded programs must have the numbers of others."""
-    monkeypatch.setitem(CODECS, LOSSLESS, Codec(LOSSLESS, 1, 0, 0.0))
+    monkeypatch.setitem(CODECS, LOSSLESS, Codec(LOSSLESS, 1, 1, 0.0))
     monkeypatch.setitem(codes.CASTS, LOSSLESS, torch.float64)
     monkeypatch.setattr(content, "FEWEST", 0)
 
@@ -72,6 +72,11 @@ PLANS: dict[str, tuple[Mesh, dict[str, P], dict[str, Any]]] = {
     "data and tensor": (Mesh(dp=2, tp=3), DATA | TENSOR, {}),
     "tensor, sequence": (Mesh(tp=2), TENSOR | {"norm.weight": P("tp")}, {}),
     "two axes of data": (Mesh(node=2, dp=2), {"x": P(("node", "dp")), "y": P(("node", "dp"))}, {}),
+    "two axes of data, one coded": (
+        Mesh(node=2, dp=3),
+        {"x": P(("node", "dp")), "y": P(("node", "dp"))},
+        {"wire": {"node": LOSSLESS}},
+    ),
     "stage 1": (Mesh(dp=3), DATA, {"zero": Zero("dp", 1)}),
     "stage 2": (Mesh(dp=4, tp=2), DATA | TENSOR, {"zero": Zero("dp", 2), "bucket": 4000}),
     "stage 3": (Mesh(dp=7), DATA, {"zero": Zero("dp", 3)}),
@@ -87,7 +92,7 @@ def test_without_loss_the_numbers_are_those_of_one_device(name: str) -> None:
     """Also over two backwards whose reductions run once."""
     mesh, annotations, options = PLANS[name]
     model, call = net()
-    parallel = shardc.parallelize(model, mesh, annotations, args=call, wire=EVERYTHING, **options)
+    parallel = shardc.parallelize(model, mesh, annotations, args=call, **{"wire": EVERYTHING, **options})
     assert {node.target for node in parallel.program.whole.calls} & CODINGS
     for times in (1, 2):
         parallel.zero_grad()
@@ -197,6 +202,25 @@ def test_bytes_of_every_kind(kind: str, codec: str) -> None:
     (found, _), expected = coded.run(partial(simulate, comm=comm), coded.program, call, {}), model(*call)
     assert max(sum(each.bytes.values()) for each in comm.traffic) == sent_by(coded)
     assert (found - expected).norm() <= 3 * CODECS[codec].error * expected.norm()
+
+
+def test_a_sum_over_a_fast_and_a_slow_axis_crosses_the_slow_one_in_pieces_as_codes() -> None:
+    """Between nodes a rank sends codes of its part, in the node what it sends of a sum; no block has two tensors."""
+    model = GPT(Config(width=256))
+    call = torch.randint(128, (2, 16, 32)).unbind()
+    mesh, data = Mesh(node=2, gpu=4), {"ids": P(("node", "gpu")), "targets": P(("node", "gpu"))}
+    plain = compile(model, mesh, data, args=call)
+    coded = plain.recompile(wire={"node": "int8"})
+    sent = {
+        axes: sum(each.wire_bytes for each in coded.collectives if each.axes == axes) for axes in (("node",), ("gpu",))
+    }
+    gradients = 4 * sum(each.numel() for each in model.parameters())
+    assert sent["node",] <= 0.27 * gradients / 4
+    assert sent["gpu",] <= 1.01 * 2 * gradients * 3 / 4
+    (_, expected), (_, found) = plain.simulate(*call), coded.simulate(*call)
+    for name, gradient in expected.items():
+        assert gradient is not None
+        assert (found[name] - gradient).norm() <= 0.02 * gradient.norm(), name
 
 
 @pytest.mark.parametrize("codec", ["bf16", "int8"])
