@@ -54,7 +54,7 @@ CODECS = {
         Codec("int4", 4, 128, 1.17e-1, SCALE),
     )
 }
-VALUES = Codec("values", 32, 256, 0.0)  # as they are, where one step of a collective sends codes and another does not
+VALUES = Codec("values", 32, 256, 0.0)  # as they are, in one step of a collective that sends codes in another
 Wire = Mapping[str, str | None]
 
 
@@ -77,7 +77,7 @@ def codec_of(wire: Wire, axis: str, content: str, paths: Collection[str]) -> Cod
         words = key.split()
         if len(words) >= best[0] and all(map(holds, words)):
             best = len(words), name
-    return None if best[1] is None else CODECS[best[1]]
+    return None if best[1] is None else codec_named(best[1])
 
 
 def is_glob(word: str) -> bool:
@@ -102,7 +102,7 @@ def check_wire(wire: Any, mesh: Mesh) -> None:
                 errors.append(
                     OptionError(who, f"{word!r}", "it is no axis of the mesh and nothing that is sent", remedy)
                 )
-        if name is not None and name not in CODECS:
+        if name is not None and name not in (*CODECS, VALUES.name):
             remedy = did_you_mean(str(name), CODECS) or f"say one of {', '.join(CODECS)}, or None"
             errors.append(OptionError(who, f"{name!r}", "there is no such codec", remedy))
     raise_all(errors)

@@ -84,6 +84,9 @@ def _run_symbolic(options: argparse.Namespace) -> int:
     from shardc.program.idle_axes import idle_axis_notes
     from shardc.report.symbolic.plan import numbers_text, plan_record, plan_text, symbolic_plan
 
+    if options.wire:
+        problem, remedy = "codes fill up whole blocks, and so have no expression", "leave --wire out, or --symbolic"
+        raise UsageError("--wire", "with --symbolic", problem, remedy)
     target = symbolic_target(options)
     for point in options.at:
         for name in (name for name in point if name not in target.reference):

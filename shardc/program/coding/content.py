@@ -50,7 +50,8 @@ class Contents:
     def _is_fewer(self, codec: Codec, parts: Sequence[Member]) -> bool:
         """Whether codes of what a collective moves are fewer bytes than it is."""
         types = [type_ for part in parts if (type_ := self.program.local_type(part.operand)) is not None]
-        return sum(codec.nbytes(type_.numel) for type_ in types) < sum(type_.nbytes for type_ in types)
+        coded, plain = sum(codec.nbytes(type_.numel) for type_ in types), sum(type_.nbytes for type_ in types)
+        return coded < plain or codec is VALUES
 
     def codecs(self, node: fx.Node) -> dict[str, Codec | None]:
         """The codecs that the option has for the axes of a collective; none of one that has to send values.
@@ -76,7 +77,8 @@ class Contents:
         if pipeline is None or type_ is None or not is_coded:
             return None
         codec = codec_of(self.wire, pipeline.axis, ACTIVATIONS, {self.program.source(node).module})
-        return None if codec is None or codec.nbytes(type_.numel) >= type_.nbytes else codec
+        is_fewer = codec is VALUES or (codec is not None and codec.nbytes(type_.numel) < type_.nbytes)
+        return codec if is_fewer else None
 
     def content(self, node: fx.Node) -> str:
         """What a collective carries, one of ``CONTENTS``."""
