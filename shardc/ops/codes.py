@@ -9,6 +9,7 @@ its codes, so that it can be read alone.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ Dims = tuple[int, ...]
 Shapes = tuple[tuple[int, ...], ...]
 CUT = ("reduce_scatter", "all_to_all")  # collectives that send each rank a piece of every value
 JOINED = ("all_gather", "all_to_all")  # collectives that join the pieces that arrive
+AT_ONCE = 2**22  # values that are encoded or decoded at a time, since that takes memory of some times as many
 CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}  # codecs without scales: casts
 LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}  # the code of the largest value of a block
 
@@ -47,7 +49,7 @@ def encode_rows(kind: str, codec: str, count: int, dims: Dims, lengths: tuple[in
     else:
         pieces = [x.reshape(1, -1) for x in xs]
     values = [_filled(rows.to(dtype), by.block) for rows in pieces]
-    joined = torch.cat(values, 1) if len(values) > 1 else values[0]
+    joined = _joined(values, 1)
     if kind == "all_reduce":
         joined = _filled(joined, by.block * count).view(count, -1)
     return _encode(joined, by).unsqueeze(0)
@@ -55,7 +57,7 @@ def encode_rows(kind: str, codec: str, count: int, dims: Dims, lengths: tuple[in
 
 def add_codes(codec: str, dtype: torch.dtype, codes: Tensor) -> Tensor:
     """The sum ``[1, length]`` of the rows of codes ``[count, 1, length]``."""
-    return _decode(codes.squeeze(1), codec_named(codec), sum_dtype(dtype)).sum(0, keepdim=True)
+    return _decode(codes.squeeze(1), codec_named(codec), sum_dtype(dtype), adds=True)
 
 
 def decode_rows(
@@ -67,10 +69,8 @@ def decode_rows(
     all_gather and an all_to_all joined along the dim of ``dims``; for an all_reduce the rows are one row that was cut.
     """
     by = codec_named(codec)
-    rows = _decode(codes.squeeze(1), by, sum_dtype(dtype))
-    if kind == "reduce_scatter":
-        rows = rows.sum(0, keepdim=True)
-    elif kind == "all_reduce":
+    rows = _decode(codes.squeeze(1), by, sum_dtype(dtype), adds=kind == "reduce_scatter")
+    if kind == "all_reduce":
         rows = rows.reshape(1, -1)
     results, start = list[Tensor](), 0
     for dim, piece, shape in zip(dims, pieces, shapes, strict=True):
@@ -98,21 +98,38 @@ def _filled(rows: Tensor, block: int) -> Tensor:
 
 
 def _encode(rows: Tensor, codec: Codec) -> Tensor:
+    """The codes of rows of whole blocks."""
     if not codec.scale:
         return rows.to(codes_dtype(codec, rows.dtype))
-    blocks = rows.unflatten(1, (-1, codec.block))
-    scale = (blocks.abs().amax(2, keepdim=True) / LARGEST[codec.name]).float()
+    blocks = rows.reshape(-1, codec.block)
+    codes = [_encode_blocks(each, codec) for each in blocks.split(AT_ONCE // codec.block)]
+    return _joined(codes, 0).view(len(rows), -1)
+
+
+def _encode_blocks(blocks: Tensor, codec: Codec) -> Tensor:
+    scale = (blocks.abs().amax(1, keepdim=True) / LARGEST[codec.name]).float()
     scaled = blocks / torch.where(scale > 0, scale, 1)  # of a block with a nan or inf the scale is one, and all is nan
-    codes = _round(scaled, codec)
-    return torch.cat([scale.contiguous().view(torch.uint8), codes], 2).flatten(1)
+    return torch.cat([scale.view(torch.uint8), _round(scaled, codec)], 1)
 
 
-def _decode(rows: Tensor, codec: Codec, dtype: torch.dtype) -> Tensor:
+def _decode(rows: Tensor, codec: Codec, dtype: torch.dtype, adds: bool = False) -> Tensor:
+    """The values of rows of codes; ``adds``: their sum, as one row."""
     if not codec.scale:
-        return rows.to(dtype)
+        return rows.sum(0, dtype=dtype, keepdim=True) if adds else rows.to(dtype)
     blocks = rows.unflatten(1, (-1, codec.scale + codec.block * codec.bits // 8))
+    values = [
+        _decode_blocks(each, codec, dtype) for each in blocks.split(max(1, AT_ONCE // codec.block // len(rows)), 1)
+    ]
+    return _joined([each.sum(0, keepdim=True) if adds else each for each in values], 1).flatten(1)
+
+
+def _decode_blocks(blocks: Tensor, codec: Codec, dtype: torch.dtype) -> Tensor:
     scale = blocks[..., : codec.scale].contiguous().view(torch.float32)
-    return (_unround(blocks[..., codec.scale :], codec).to(dtype) * scale).flatten(1)
+    return _unround(blocks[..., codec.scale :], codec).to(dtype) * scale
+
+
+def _joined(pieces: Sequence[Tensor], dim: int) -> Tensor:
+    return torch.cat(list(pieces), dim) if len(pieces) > 1 else pieces[0]
 
 
 def _round(scaled: Tensor, codec: Codec) -> Tensor:
@@ -123,7 +140,7 @@ def _round(scaled: Tensor, codec: Codec) -> Tensor:
     codes = scaled.round().clamp(-largest, largest).to(torch.int8)
     if codec.name == "int8":
         return codes.view(torch.uint8)
-    high, low = (codes + 8).to(torch.uint8).unflatten(2, (-1, 2)).unbind(3)
+    high, low = (codes + 8).to(torch.uint8).unflatten(1, (-1, 2)).unbind(2)
     return high * 16 + low
 
 
@@ -132,4 +149,4 @@ def _unround(codes: Tensor, codec: Codec) -> Tensor:
         return codes.contiguous().view(torch.float8_e4m3fn).float()
     if codec.name == "int8":
         return codes.view(torch.int8)
-    return torch.stack([codes >> 4, codes & 15], 3).flatten(2).to(torch.int8) - 8
+    return torch.stack([codes >> 4, codes & 15], -1).flatten(-2).to(torch.int8) - 8
