@@ -35,7 +35,7 @@ from shardc.ops.attention.ring import TILE, ring_workspace
 from shardc.ops.attention.rules import ring_attention_backward
 from shardc.ops.attention.tiled import TILED, TILED_BACKWARD
 from shardc.program.collective import mask_padding
-from shardc.program.communication import goes_round, is_collective, is_early, ring_of
+from shardc.program.communication import goes_round, is_collective, is_gathered_early, ring_of
 from shardc.program.lifetime import Parts, owners_of, split
 from shardc.program.node import ancestors, arguments, is_getitem, operand
 from shardc.program.program import Program, Value, parameters_of
@@ -68,7 +68,11 @@ def _kinds(program: Program, parts: Parts, owners: Mapping[Value, Value]) -> dic
         node = value[0]
         if node.op == "placeholder":
             return "parameters" if node in parameters else "inputs"
-        if is_early(node) and program.source(node).phase != "update" and not ancestors(node).isdisjoint(parameters):
+        if (
+            is_gathered_early(node)
+            and program.source(node).phase != "update"
+            and not ancestors(node).isdisjoint(parameters)
+        ):
             return "gathered"
         if node in forward and value in saved:
             return "saved"

@@ -19,7 +19,7 @@ from shardc.language.windows import most_rows_sent, overlap_add
 from shardc.ops.attention.ring import Ring, ring_bytes
 from shardc.ops.attention.rules import RINGS, ring_attention_backward
 from shardc.ops.piece import fit
-from shardc.program.coding.nodes import CODINGS, codec_name, is_encode, is_step
+from shardc.program.coding.nodes import CODINGS, codec_name, is_decode, is_encode, is_step
 from shardc.program.collective import (
     COLLECTIVES,
     EXCHANGES,
@@ -212,6 +212,12 @@ def is_early(node: fx.Node) -> bool:
     """Whether a node only gathers inputs, a few ops after them, so that it could be the first call of the program."""
     parts = members(node)
     return bool(parts) and all(part.kind == "all_gather" and chain(part.operand) is not None for part in parts)
+
+
+def is_gathered_early(node: fx.Node) -> bool:
+    """Whether a node's results are inputs that are gathered, or decoded of such a gather."""
+    codes = node.args[-1] if is_decode(node) else None
+    return is_early(node) or (isinstance(codes, fx.Node) and is_early(codes))
 
 
 def chain(node: fx.Node) -> list[fx.Node] | None:

@@ -66,6 +66,16 @@ def test_memory_that_zero_keeps_or_gathers_is_announced_too(stage: Any) -> None:
     assert is_within_a_percent(found, wanted), (found, wanted)
 
 
+@pytest.mark.parametrize("stage", [None, 1, 3])
+def test_codes_are_announced_and_parameters_that_are_decoded_are_gathered(stage: Any) -> None:
+    model, args, _, _ = gpt._target(gpt.Config(width=128), gpt.DATA)
+    zero = None if stage is None else Zero(stage=stage)
+    compiled = compile(model, Mesh(dp=4), gpt.DATA, args=args, zero=zero, bucket=100_000, wire={"dp": "int8"})
+    found, wanted = measured(compiled, *args), without_optimizer(compiled.memory)
+    assert is_within_a_percent(found, wanted), (found, wanted)
+    assert stage != 3 or compiled.memory["gathered"] > 4 * model.blocks[0].mlp.up.weight.numel()
+
+
 def test_zero_3_holds_two_layers_gathered_at_a_time_and_says_so() -> None:
     """The bytes are those alive; at the peak they are what is stored, and at most what is gathered and saved."""
     model, args, _, _ = gpt._target(gpt.Config(layers=4), gpt.DATA)

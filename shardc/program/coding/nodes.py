@@ -50,10 +50,15 @@ def is_encode(node: fx.Node) -> bool:
     return node.target in (encode, encode_rows)
 
 
+def is_decode(node: fx.Node) -> bool:
+    """Whether a node makes values of codes."""
+    return node.target in (decode, decode_rows)
+
+
 def is_step(node: fx.Node) -> bool:
     """Whether a node is what one collective of codes gives, and another one sends, of those that make one."""
     is_between = bool(node.users) and all(map(is_encode, node.users))
-    return is_sum_of_codes(node) or (node.target in (decode, decode_rows) and is_between)
+    return is_sum_of_codes(node) or (is_decode(node) and is_between)
 
 
 def is_sum_of_codes(node: fx.Node) -> bool:
