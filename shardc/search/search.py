@@ -267,10 +267,13 @@ class Search:
             is_better = best is not before
 
     def _neighbours(self, plan: Plan, decisions: Sequence[Decision]) -> Iterator[Plan]:
-        """Plans with a decision more or less on an axis, a set of the pool, other seeds, zigzag, or other ZeRO."""
+        """Plans with a decision more or less on an axis, another dim of the inputs, a set of the pool, other options."""
         for i, axis in enumerate(plan.axes):
             pool = self.data if axis.cuts_samples else self.model
-            sets = dict.fromkeys((*(axis.cuts ^ {each} for each in decisions), *pool[:NUM_POOL]))
+            of_inputs = [each for each in decisions if each.kind in ("samples", "inputs")]
+            swaps = [{mine, other} for mine in of_inputs for other in of_inputs if mine in axis.cuts and mine != other]
+            changes = ({each} for each in decisions), (each for each in swaps if not each <= axis.cuts)
+            sets = dict.fromkeys((*(axis.cuts ^ each for each in chain(*changes)), *pool[:NUM_POOL]))
             others = [replace(axis, cuts=cuts) for cuts in sets]
             if sum(each.kind == "parameters" for each in axis.cuts) > 1:
                 others.append(replace(axis, is_by_rows=not axis.is_by_rows))
