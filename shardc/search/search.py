@@ -267,7 +267,7 @@ class Search:
             is_better = best is not before
 
     def _neighbours(self, plan: Plan, decisions: Sequence[Decision]) -> Iterator[Plan]:
-        """Plans with a decision more or less on an axis, another dim of the inputs, a set of the pool, other options."""
+        """Plans with a decision more or less on an axis, another dim of inputs, a set of the pool, other options."""
         for i, axis in enumerate(plan.axes):
             pool = self.data if axis.cuts_samples else self.model
             of_inputs = [each for each in decisions if each.kind in ("samples", "inputs")]
