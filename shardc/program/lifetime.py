@@ -14,7 +14,7 @@ from torch import fx
 from shardc.ops.attention.rules import RINGS
 from shardc.ops.contraction import dot
 from shardc.ops.index import MAKE_NEW, lookup_rows, scatter_rows
-from shardc.program.coding.nodes import CODINGS
+from shardc.program.coding.nodes import CODINGS, is_decode
 from shardc.program.collective import COLLECTIVES, EXCHANGES, collective_kind, group_size, reshard
 from shardc.program.communication import bucket
 from shardc.program.inference import Layout, Layouts, result_layouts
@@ -27,9 +27,15 @@ PART_OF = {"computed": "update", **dict.fromkeys(OF_FORWARD, "forward"), "gradie
 
 
 def is_row_of_kept(program: Program, name: str, stored: fx.Node, kept: fx.Node) -> bool:
-    """Whether a stored parameter is rows of the gathered copy that is kept of it, and so shares its memory."""
-    is_same = program.type(stored).dtype == program.type(kept).dtype and bool(program.type(stored).shape)
-    return is_same and program.sharding(stored).dims[1:] == program.computed[name].dims[1:]
+    """Whether a stored parameter is rows of the gathered copy that is kept of it, and so shares its memory.
+
+    Not where the copy was sent in codes, nor where rows of the copy are padded.
+    """
+    shape, dims = program.global_type(stored).shape, program.sharding(stored).dims
+    is_same = program.type(stored).dtype == program.type(kept).dtype and bool(shape)
+    if not is_same or dims[1:] != program.computed[name].dims[1:] or is_decode(program.value(kept)[0]):
+        return False
+    return all(cut.is_even(size) for cut, size in zip(dims[1:], shape[1:], strict=True))
 
 
 @dataclass(frozen=True, slots=True)
