@@ -63,8 +63,8 @@ def codec_named(name: str) -> Codec:
     return VALUES if name == VALUES.name else CODECS[name]
 
 
-def codec_of(wire: Wire, axis: str, content: str, paths: Collection[str]) -> Codec | None:
-    """The codec of what is sent over an axis: that of the key with most words, of several the last; None for none.
+def key_of(wire: Wire, axis: str, content: str, paths: Collection[str]) -> str | None:
+    """The key for what is sent over an axis: the one with most words, of several the last; None for none.
 
     ``content``: one of ``CONTENTS``. ``paths``: the modules and parameters that it belongs to.
     """
@@ -72,12 +72,8 @@ def codec_of(wire: Wire, axis: str, content: str, paths: Collection[str]) -> Cod
     def holds(word: str) -> bool:
         return word in (axis, content) or (is_glob(word) and any(fnmatchcase(path, word) for path in paths))
 
-    best: tuple[int, str | None] = 0, None
-    for key, name in wire.items():
-        words = key.split()
-        if len(words) >= best[0] and all(map(holds, words)):
-            best = len(words), name
-    return None if best[1] is None else codec_named(best[1])
+    found = [key for key in wire if all(map(holds, key.split()))]
+    return max(reversed(found), key=lambda key: len(key.split()), default=None)
 
 
 def is_glob(word: str) -> bool:

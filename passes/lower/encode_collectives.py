@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import fx
 
-from shardc.language.mesh import Axes, merge_parts, part_ends, split_parts
+from shardc.language.mesh import NO_CODES, Axes, merge_parts, part_ends, split_parts
 from shardc.language.partition import parse_parts
 from shardc.language.sharding import WHOLE, DimSharding, Sharding, TensorType, ceil_div, num_shards
 from shardc.ops.codes import CUT, codes_dtype, sum_dtype
@@ -32,6 +32,7 @@ from shardc.program.coding.local import piece_of
 from shardc.program.coding.nodes import Arguments, add_codes, decode, encode
 from shardc.program.collective import all_gather, all_to_all, collective_permute, group_size, steps_sharding
 from shardc.program.communication import bucket, members
+from shardc.program.lifetime import split
 from shardc.program.program import Program
 from shardc.program.stages import Crossing, has_stages, stages_of
 from shardc.wire import Codec
@@ -45,6 +46,9 @@ def encode_collectives(program: Program) -> Program:
     contents = Contents(program)
     coded = {node: steps for node in program.calls if (steps := contents.steps(node))}
     messages = list(_messages(program, contents)) if has_stages(program) else []
+    if split(program).backward:  # a program without sends less
+        unused = [key for key in program.options.wire if key in contents.unused]
+        program.notes = (*program.notes, *(f"wire names {key!r}, but {NO_CODES}" for key in unused))
     for message in messages:
         _encode_message(program, *message)
     for node, steps in coded.items():

@@ -26,5 +26,6 @@ def run(options: argparse.Namespace) -> int:
         target.model, options.mesh, annotations, args=target.args, kwargs=target.kwargs, train=options.train,
         options=compile_options(options), progress=progress,
     )  # fmt: skip
-    write(differences_text(differences), None)
+    told = "\nvalues were sent as they are, where --wire sends codes: dump has the error of each codec\n"
+    write(differences_text(differences) + (told if options.wire else ""), None)
     return GOOD if all(each.is_small for each in differences) else CHECK_FAILED

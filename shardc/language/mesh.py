@@ -243,10 +243,14 @@ def idle_axis_text(name: str, size: int, remedy: str, is_stored: bool = False) -
 
 
 NO_RING = "attention='ring' makes no ring of any attention"
+NO_CODES = "no collective that carries more than a few floats is meant by it"
 
 
 def warnings_among(notes: Iterable[str]) -> tuple[str, ...]:
-    """The notes of which a user is warned: of axes over which no work is cut, and of rings that are not."""
-    return tuple(
-        note for note in notes if (note.startswith("axis ") and _SAME_WORK in note) or note.startswith(NO_RING)
-    )
+    """The notes of which a user is warned: of axes over which no work is cut, and of options without effect."""
+
+    def is_told(note: str) -> bool:
+        is_idle = note.startswith("axis ") and _SAME_WORK in note
+        return is_idle or note.startswith(NO_RING) or note.endswith(NO_CODES)
+
+    return tuple(filter(is_told, notes))

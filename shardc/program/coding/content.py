@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import fx
@@ -12,7 +12,7 @@ from shardc.program.collective import group_size
 from shardc.program.communication import Member, axes_of, chain, is_collective, is_early, members, only_to_gradients
 from shardc.program.node import descendants, is_cast, is_free
 from shardc.program.program import Program, ends_of, parameters_of
-from shardc.wire import ACTIVATIONS, GRADIENTS, PARAMETERS, VALUES, Codec, codec_of
+from shardc.wire import ACTIVATIONS, GRADIENTS, PARAMETERS, VALUES, Codec, codec_named, key_of
 
 aten = torch.ops.aten
 Step = tuple[tuple[str, ...], Codec]  # the axes, printed, of a part of a collective, and its codec
@@ -23,10 +23,14 @@ CODED = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "collective
 
 
 class Contents:
-    """What the collectives of a lowered program carry, and the codecs that the option ``wire`` gives them."""
+    """What the collectives of a lowered program carry, and the codecs that the option ``wire`` gives them.
+
+    State: ``unused``, the keys of the option that none of those that were asked for has.
+    """
 
     def __init__(self, program: Program) -> None:
         self.program, self.wire = program, program.options.wire or {}
+        self.unused = set(self.wire)
         self._to_gradients = only_to_gradients(program) if self.wire else set()
         self._parameters = {node: name for name, node in parameters_of(program).items()}
 
@@ -68,7 +72,7 @@ class Contents:
             are_few = sum(type_.numel for type_ in types if type_ is not None) < FEWEST
             if are_few or any(_computed_by(part.operand).target in STATISTICS for part in parts):
                 return {}
-        return {axis: codec_of(self.wire, axis, content, paths) for axis in axes_of(node)}
+        return {axis: self._codec_of(axis, content, paths) for axis in axes_of(node)}
 
     def message_codec(self, node: fx.Node) -> Codec | None:
         """The codec of a value that a stage of a pipeline sends to another one; None for one that is sent as it is."""
@@ -76,9 +80,15 @@ class Contents:
         is_coded = type_ is not None and type_.dtype.is_floating_point and type_.numel >= FEWEST
         if pipeline is None or type_ is None or not is_coded:
             return None
-        codec = codec_of(self.wire, pipeline.axis, ACTIVATIONS, {self.program.source(node).module})
+        codec = self._codec_of(pipeline.axis, ACTIVATIONS, {self.program.source(node).module})
         is_fewer = codec is VALUES or (codec is not None and codec.nbytes(type_.numel) < type_.nbytes)
         return codec if is_fewer else None
+
+    def _codec_of(self, axis: str, content: str, paths: Collection[str]) -> Codec | None:
+        key = key_of(self.wire, axis, content, paths)
+        name = None if key is None else self.wire[key]
+        self.unused.discard(key or "")
+        return None if name is None else codec_named(name)
 
     def content(self, node: fx.Node) -> str:
         """What a collective carries, one of ``CONTENTS``."""

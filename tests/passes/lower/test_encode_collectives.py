@@ -27,7 +27,7 @@ from shardc.program.coding import content
 from shardc.program.coding.nodes import CODINGS, decode
 from shardc.runtime.comm.simulated import SimulatedComm
 from shardc.runtime.simulator import interpret, simulate
-from shardc.wire import CODECS, CONTENTS, Codec, codec_of
+from shardc.wire import CODECS, CONTENTS, Codec, key_of
 
 LOSSLESS = "lossless"
 EVERYTHING = dict.fromkeys(CONTENTS, LOSSLESS)
@@ -303,8 +303,18 @@ def _gradients(mesh: Any, codec: str, stage: Literal[1, 3] | None) -> list[bytes
 def test_the_key_with_most_words_counts_and_of_several_the_last(
     wire: dict[str, str | None], edge: tuple[str, str], expected: str | None
 ) -> None:
-    found = codec_of(wire, *edge, ["blocks.0.mlp"])
-    assert found == (None if expected is None else CODECS[expected])
+    found = key_of(wire, *edge, ["blocks.0.mlp"])
+    assert (found and wire[found]) == expected
+
+
+def test_a_key_that_no_collective_has_is_said() -> None:
+    model, call = net(torch.float32)
+    wire = {"dp gradients": "int8", "dp activations": "bf16", "dp up.*": None}
+    compiled = compile(model, Mesh(dp=2), DATA, args=call, wire=wire)
+    told = [note for note in compiled.program.notes if note.startswith("wire")]
+    assert told == ["wire names 'dp activations', but no collective that carries more than a few floats is meant by it"]
+    with pytest.warns(UserWarning, match="dp activations"):
+        shardc.parallelize(model, Mesh(dp=2), DATA, args=call, wire=wire)(*call)
 
 
 def test_contents_and_paths_of_a_model_choose_its_codecs() -> None:
