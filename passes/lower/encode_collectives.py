@@ -47,7 +47,7 @@ def encode_collectives(program: Program) -> Program:
     coded = {node: steps for node in program.calls if (steps := contents.steps(node))}
     messages = list(_messages(program, contents)) if has_stages(program) else []
     if split(program).backward:  # a program without sends less
-        unused = [key for key in program.options.wire if key in contents.unused]
+        unused = [key for key in contents.wire if key in contents.unused]
         program.notes = (*program.notes, *(f"wire names {key!r}, but {NO_CODES}" for key in unused))
     for message in messages:
         _encode_message(program, *message)
