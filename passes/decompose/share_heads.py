@@ -31,6 +31,7 @@ from ..emitter import Emitter
 from .along import Along
 
 HEADS = 1  # the dim of queries and keys
+BY_HEADS, BY_POSITIONS = "by_heads", "by_positions"  # names of the values
 LAST = 1000  # the priority: no weight is to be cut as heads are
 ANNOTATE = torch.ops.shardc.annotate.default
 
@@ -113,5 +114,5 @@ def _annotated(emit: Emitter, x: fx.Node, sharding: Sharding, text: str, priorit
     shape, batch = emit.shape(x), sharding.dims[0]
     batch = replace(batch, axes=tuple(part for part in batch.axes if part.name != MICROBATCH))
     spec = P.of(replace(sharding, dims=(batch, *sharding.dims[1 : len(shape)])), shape, frozenset([0]))
-    args, name = (x, str(spec), [priority] * len(shape) if priority else []), "by_heads" if priority else "by_positions"
+    args, name = (x, str(spec), [priority] * len(shape) if priority else []), BY_HEADS if priority else BY_POSITIONS
     return emit.program.insert(ANNOTATE, args, emit.type(x), emit.node, {"text": text}, name)

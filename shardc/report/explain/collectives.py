@@ -11,6 +11,7 @@ from shardc.costs.count import collective_seconds
 from shardc.language.machine import SentKind
 from shardc.language.mesh import axis_of
 from shardc.ops.attention.rules import RINGS
+from shardc.passes.decompose.share_heads import BY_HEADS, BY_POSITIONS
 from shardc.program.collective import COLLECTIVES, EXCHANGES, Collective
 from shardc.program.communication import (
     axes_of,
@@ -129,7 +130,9 @@ class CollectiveExplainer:
 
 def _reasons(cause: Cause, axes: list[str]) -> Iterator[Reason]:
     stored = cause if isinstance(cause, StorageChange) else None
-    if isinstance(cause, ShardingChange):
+    if isinstance(cause, ShardingChange) and (shared := _shared_heads(cause)):
+        yield from (Reason(axis, shared, None) for axis in axes)
+    elif isinstance(cause, ShardingChange):
         needs = (need for need in cause.needs if need.axis in axes)
         yield from (Reason(need.axis, need.kind, need.dim, need.annotation) for need in needs)
         stored = cause.stored
@@ -138,6 +141,12 @@ def _reasons(cause: Cause, axes: list[str]) -> Iterator[Reason]:
     elif not isinstance(cause, ShardingChange):
         kind: ReasonKind = "keys" if isinstance(cause, RoundOfKeys) else "edges"
         yield from (Reason(axis, kind, None) for axis in axes)
+
+
+def _shared_heads(change: ShardingChange) -> ReasonKind | None:
+    """Whether ranks that share heads of attention have values sent to them, or send results back."""
+    names: dict[str, ReasonKind] = {BY_HEADS: "heads", BY_POSITIONS: "positions"}
+    return names.get(change.user.name.rstrip("_0123456789"))
 
 
 def _storage_axes(stored: StorageChange) -> set[str]:

@@ -16,7 +16,7 @@ Subject = Literal[
     "parameter", "buffer", "input", "value", "output", "gradient", "module", "stage", "annotation", "collective"
 ]
 Role = Literal["annotated", "made", "summed", "passed", "read", "wanted", "tied", "moved", "repeated"]
-ReasonKind = Literal[NeedKind, "crossed", "stored", "edges", "keys", "stages"]
+ReasonKind = Literal[NeedKind, "crossed", "stored", "edges", "keys", "heads", "positions", "stages"]
 
 REPLICATED = "default: replicated"
 
@@ -163,6 +163,9 @@ REASONS = {
     "end": "{axis} cuts dim {dim}, where {user} is not cut",
     "cut": "{axis} cuts dim {dim} of what {user} takes, as {end} has it",
     "keys": "{axis} cuts the positions, and {user} sees keys of others, which go from rank to rank",
+    "heads": "ranks along {axis} that are neighbours share the heads of attention: each takes some of them, with the "
+    "positions of all, as attention= says",
+    "positions": "ranks along {axis} that are neighbours share the heads of attention, and its result comes back",
     "edges": "{axis} cuts a dim of which {user} reads what lies next to each piece",
     "stored": "{end} keeps it cut over {axis} between uses",
     "crossed": "{end} puts what makes it and what reads it into different stages",

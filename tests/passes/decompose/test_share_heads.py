@@ -47,6 +47,14 @@ def test_ranks_share_heads_in_groups_and_keys_go_round_the_others() -> None:
     assert rings(compiled) == {2}
 
 
+def test_an_explanation_says_that_neighbours_share_heads() -> None:
+    compiled = compile(Attending(heads=4, num_keys=2), Mesh(cp=4), {"x": P(None, "cp")}, kwargs=draw(32, dtype=torch.float32))
+    sent = [each.name for each in compiled.collectives if each.kind == "all_to_all" and each.phase == "forward"]
+    reasons = [{reason.kind for reason in compiled.explain(name).reasons} for name in sent]
+    assert reasons == [{"heads"}, {"heads"}, {"heads"}, {"positions"}]
+    assert "has it whole" not in str(compiled.explain(sent[0]))
+
+
 @settings(max_examples=10, deadline=None)
 @given(
     shape=st.sampled_from([(4, 2), (2, 2), (2, 1), (8, 4), (8, 2), (6, 2)]),
