@@ -81,6 +81,15 @@ def is_glob(word: str) -> bool:
     return "." in word or "*" in word
 
 
+def wire_on(wire: Wire | None, axes: Collection[str]) -> Wire | None:
+    """The entries that have a meaning on a mesh with these axes; None where there is none."""
+    known = (*axes, *CONTENTS)
+    kept = {
+        key: name for key, name in (wire or {}).items() if all(is_glob(word) or word in known for word in key.split())
+    }
+    return kept or None
+
+
 def check_wire(wire: Any, mesh: Mesh) -> None:
     """Raise an OptionError for all entries of the option that have no meaning on a mesh."""
     if not isinstance(wire, Mapping):

@@ -94,11 +94,7 @@ def add_mesh_options(parser: Parser, is_required: bool = True) -> None:
     parser.add_argument(
         "--attention", choices=ATTENTIONS, default=AUTO, help=f"how attention over cut positions is computed ({AUTO})"
     )
-    parser.add_argument(
-        "--wire", metavar="KEY=CODEC[,KEY=CODEC]...", type=_wire,
-        help=f"send values in fewer bytes, by axis, by what is sent ({', '.join(CONTENTS)}), by a glob over modules, "
-        f"or by several of these: 'dp=int8,tp activations=bf16'; {', '.join(CODECS)}, or none",
-    )  # fmt: skip
+    _add_wire(parser)
     parser.add_argument(
         "--links", metavar="AXIS=LINK,...|FILE", type=name,
         help=f"the link between ranks along each axis, for predicted times: {', '.join(LINKS)}; or a file that shardc "
@@ -149,6 +145,7 @@ def add_search_options(parser: Parser) -> None:
     )  # fmt: skip
     _add_annotate(parser, "the search keeps it and adds others; annotations that come with a target are not used")
     _add_optimizer(parser)
+    _add_wire(parser)
     parser.add_argument("--objective", choices=OBJECTIVES, default=OBJECTIVES[0], help="what is to be small (time)")
     parser.add_argument("--top", metavar="N", type=count, default=5, help="how many plans to print (5)")
 
@@ -156,6 +153,14 @@ def add_search_options(parser: Parser) -> None:
 def _add_annotate(parser: Parser, whose: str) -> None:
     help_ = f"annotate the tensors that a glob matches; may be repeated; {whose}"
     parser.add_argument("--annotate", metavar="PATTERN=SPEC", action="append", default=[], help=help_)
+
+
+def _add_wire(parser: Parser) -> None:
+    parser.add_argument(
+        "--wire", metavar="KEY=CODEC[,KEY=CODEC]...", type=_wire,
+        help=f"send values in fewer bytes, by axis, by what is sent ({', '.join(CONTENTS)}), by a glob over modules, "
+        f"or by several of these: 'dp=int8,tp activations=bf16'; {', '.join(CODECS)}, or none",
+    )  # fmt: skip
 
 
 def _add_optimizer(parser: Parser) -> None:

@@ -72,7 +72,7 @@ def _suggested(options: argparse.Namespace, machine: Machine) -> Suggested:
         found = suggest(
             target.model, options.devices, args=target.args, kwargs=target.kwargs,
             annotations=annotations_of(options, replace(target, annotations={})), memory=options.memory, links=machine,
-            nodes=options.nodes, batch=batch, fix=_fixed(options), objective=options.objective,
+            nodes=options.nodes, batch=batch, fix=_fixed(options), objective=options.objective, wire=options.wire,
             optimizer=options.optimizer, top=options.top, progress=tell,
         )  # fmt: skip
     return suggested(found, type(target.model).__name__)

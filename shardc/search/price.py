@@ -18,6 +18,7 @@ from shardc.program.traffic import collectives_of
 from shardc.report.explain.blocks import lists_side_by_side, modules_of, repeated_blocks, with_blocks
 from shardc.search.compiling import REFUSALS, PlanCompiler
 from shardc.search.space.plan import Plan
+from shardc.wire import Wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,7 @@ class Pricer:
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     optimizer: str = "adamw"
+    wire: Wire | None = None
     num_compiled: int = 0
     _prices: dict[Any, tuple[Price, ...] | None] = field(default_factory=dict)
 
@@ -138,5 +140,5 @@ class Pricer:
 
     def _program(self, compiler: PlanCompiler, plan: Plan) -> Program:
         self.num_compiled += 1
-        options = plan.compiler_options(self.optimizer)
+        options = plan.compiler_options(self.optimizer, self.wire)
         return compiler.program(plan.stage_mesh, plan.annotations, options, until=overlap_collectives)

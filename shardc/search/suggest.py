@@ -13,13 +13,14 @@ from torch import nn
 from shardc.capture.annotations import check_annotations
 from shardc.language.errors import ShardingError
 from shardc.language.machine import Device
+from shardc.language.mesh import Mesh
 from shardc.language.partition import P
 from shardc.options import Remat, check_call, check_model
 from shardc.report.suggest.records import Candidate
 from shardc.search.compiling import REFUSALS
 from shardc.search.pipelines import num_stages_of, with_stages
 from shardc.search.price import Price, Pricer
-from shardc.search.question import check_counts, question, with_batch
+from shardc.search.question import AXES, check_counts, question, with_batch
 from shardc.search.reasons import reasons
 from shardc.search.search import Found, Progress, Search
 from shardc.search.space.decision import decisions_of, tensors_of
@@ -28,6 +29,7 @@ from shardc.search.space.shorten import Annotations, shortened
 from shardc.search.suggestion import Suggestion, Suggestions, python_text
 from shardc.search.task import Objective, Task
 from shardc.search.whole import Cost, WholeCompiler, cost_of
+from shardc.wire import Wire, check_wire, wire_on
 
 NUM_WHOLE = 3  # plans that are compiled whole, with a pipeline and without, at least
 PROMISING = 1.15  # a pipeline is compiled where it is estimated to take no longer than the best plan by this factor
@@ -48,6 +50,7 @@ def suggest(
     fix: Mapping[str, Any] | None = None,
     objective: Objective = "time",
     optimizer: str = "adamw",
+    wire: Wire | None = None,
     top: int = 5,
     progress: Progress | None = None,
 ) -> Suggestions:
@@ -70,6 +73,7 @@ def suggest(
             ``{"zero": 3}``, ``{"pipeline": None}``; a list allows each of its values.
         objective: ``"time"`` of a step, or ``"memory"`` at its peak.
         optimizer: whose states are stored.
+        wire: what all plans send in codes, as in ``compile``; an axis that a plan lacks has no effect.
         top: the number of suggestions.
         progress: called with a line of text now and then.
 
@@ -88,11 +92,14 @@ def suggest(
     check_annotations(annotations or {})
     check_counts(top=top, batch=1 if batch is None else batch)
     args, kwargs, num_samples = with_batch(model, args, kwargs, batch)
-    pricer = Pricer(model, args, kwargs, optimizer)
+    if wire is not None:
+        check_wire(wire, Mesh(device_ids=None, **dict.fromkeys(AXES, 1)))
+    pricer = Pricer(model, args, kwargs, optimizer, wire)
     remats = [Remat(f"{path}.*".lstrip(".")) for path in list(pricer.lists)[:1]]
     task = question(
         devices, annotations, memory, links, device, nodes, fix or {}, objective, optimizer, remats,
     )  # fmt: skip
+    task = replace(task, wire=wire)
     return _Suggesting(model, args, kwargs, num_samples, task, pricer, top, progress or (lambda what: None)).run()
 
 
@@ -197,7 +204,8 @@ class _Suggesting:
         links = {name: self._link(plan, name) for name in plan.mesh.axis_names}
         return Suggestion(
             plan.mesh, self._annotations(plan), plan.zero, plan.remat, plan.precision, plan.pipeline, task.machine,
-            task.optimizer, cost, limit, reasons(_found(plan, cost), others, task), links,
+            task.optimizer, wire_on(task.wire, plan.mesh.axis_names), cost, limit,
+            reasons(_found(plan, cost), others, task), links,
         )  # fmt: skip
 
     def _link(self, plan: Plan, axis: str) -> str:

@@ -15,8 +15,9 @@ from shardc.language.text import bytes_text, seconds_text
 from shardc.options import Pipeline, Precision, Remat, Zero
 from shardc.report.suggest.records import Candidate, PipelineEntry, Suggested, SuggestionEntry, TimeParts, ZeroEntry
 from shardc.search.whole import Cost
+from shardc.wire import Wire
 
-KEYS = ("mesh", "annotations", "zero", "remat", "precision", "pipeline", "links", "optimizer")
+KEYS = ("mesh", "annotations", "zero", "remat", "precision", "pipeline", "links", "optimizer", "wire")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class Suggestion(Mapping[str, Any]):
     pipeline: Pipeline | None
     links: Machine
     optimizer: str
+    wire: Wire | None
     cost: Cost
     memory_limit: int | None = None
     reasons: tuple[str, ...] = ()
@@ -83,6 +85,7 @@ class Suggestion(Mapping[str, Any]):
         ]
         options = {name: getattr(self, name) for name in ("zero", "remat", "precision", "pipeline")}
         arguments = [f"{name}=shardc.{python_text(option)}" for name, option in options.items() if option is not None]
+        arguments += [f"wire={dict(self.wire)!r}"] if self.wire else []
         lines.append(f"model = shardc.parallelize({', '.join(['model', 'mesh', 'annotations', *arguments])})")
         return "\n".join(lines) + "\n"
 
@@ -108,6 +111,7 @@ class Suggestion(Mapping[str, Any]):
             pipeline=None
             if pipeline is None
             else PipelineEntry(pipeline.axis, pipeline.microbatches, pipeline.schedule, pipeline.balance),
+            wire=self.wire,
             seconds=TimeParts(cost.seconds, cost.computing, cost.exposed, cost.bubble),
             memory=MemoryEntry(**cost.memory),
             excess=self.excess,

@@ -10,6 +10,7 @@ from shardc.language.machine import Machine
 from shardc.language.partition import P
 from shardc.options import Pipeline, Precision, Remat
 from shardc.search.space.plan import Axis, Plan
+from shardc.wire import Wire
 
 Objective = Literal["time", "memory"]
 
@@ -21,7 +22,8 @@ class Task:
     ``memory``: bytes that a rank has. ``given``: annotations that stay. ``sizes``: the sizes that an axis may have, by
     its name; an axis that a plan does not have has one rank. ``meshes``: the sizes of axes that a mesh may have, in any
     order; None for all. ``stages``: of ZeRO, 0 for none. ``remats``, ``precisions`` and ``pipelines``: the options that
-    a plan may have; of a pipeline, the ones with any number of stages where ``pipelines`` is None.
+    a plan may have; of a pipeline, the ones with any number of stages where ``pipelines`` is None. ``wire``: what all
+    plans send in codes.
     """
 
     devices: int
@@ -36,6 +38,7 @@ class Task:
     remats: Sequence[Remat | None] = (None,)
     precisions: Sequence[Precision | None] = (None,)
     pipelines: Sequence[Pipeline | None] | None = None
+    wire: Wire | None = None
 
     @property
     def extremes(self) -> tuple[Machine, Machine]:

@@ -92,5 +92,5 @@ class WholeCompiler:
 
     def request(self, plan: Plan) -> Request:
         """The request of a plan."""
-        options = plan.compiler_options(self.task.optimizer, self.task.machine)
+        options = plan.compiler_options(self.task.optimizer, self.task.wire, self.task.machine)
         return Request(plan.mesh, plan.annotations, self.args, self.kwargs, options=options)

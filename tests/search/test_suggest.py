@@ -181,6 +181,23 @@ def test_three_axes_may_be_fixed(fix: dict[str, Any]) -> None:
     assert found and all(list(each.mesh.sizes.values()) == [2, 2, 2] for each in found)
 
 
+def test_plans_are_chosen_by_what_they_send_in_codes() -> None:
+    """A plan has the entries for its own axes, costs what its program costs, and runs; without codes it is slower."""
+    model, args = small_model()
+    links, wire = Machine({"*": Link(1e-7, 1e8)}, "cpu"), {"dp": "int8", "tp activations": "int8"}
+    first = shardc.suggest(model, 4, args=args, links=links, wire=wire, fix=NO_PIPELINE, top=1)[0]
+    assert first["wire"] and first["wire"].items() <= wire.items()
+    assert f"wire={first['wire']}" in first.text()
+    assert {key.split()[0] for key in first["wire"]} <= {*first.mesh.axis_names}
+    compiled = shardc.compile(model, args=args, **first)
+    assert compiled.memory == dict(first.memory)
+    sent = sum(each.wire_bytes for each in compiled.collectives)
+    assert sent == first.cost.wire_bytes < sum(each.wire_bytes for each in compiled.recompile(wire=None).collectives)
+    plain = shardc.suggest(model, 4, args=args, links=links, fix=NO_PIPELINE, top=1)[0]
+    assert first.seconds <= plain.seconds
+    shardc.parallelize(model, **first)(*args).sum().backward()
+
+
 def test_given_annotations_are_in_every_suggestion() -> None:
     model, args = transformer(width=256, samples=8, positions=32)
     given = {"*.mlp.down.weight": P(None, "tp"), "x": P("dp")}

@@ -48,6 +48,7 @@ class SuggestionEntry:
     """A plan that was compiled whole, with its cost.
 
     ``mesh``: the axes with their sizes. ``links``: by axis. ``annotations``, ``remat``, ``precision``: as Python.
+    ``wire``: the codecs of what is sent, by key; absent where all is sent as it is.
     ``excess``: the bytes by which the plan does not fit in memory. ``wire_bytes``, ``flops``: of one rank.
     ``collectives``: how many a rank starts in a step. ``reasons``: a sentence for each choice. ``python``: code that
     can be pasted.
@@ -68,6 +69,7 @@ class SuggestionEntry:
     flops: Count
     reasons: tuple[str, ...]
     python: str
+    wire: Mapping[str, str | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from shardc.language.mesh import Mesh
 from shardc.language.partition import ZIGZAG, P
 from shardc.options import Options, Pipeline, Precision, Remat, Zero
 from shardc.search.space.decision import Decision, Place
+from shardc.wire import Wire, wire_on
 
 Cuts = frozenset[Decision]
 
@@ -75,11 +76,11 @@ class Plan:
         """The options that it has."""
         return tuple(filter(None, (self.zero, self.remat, self.precision, self.pipeline)))
 
-    def compiler_options(self, optimizer: str, machine: Machine | None = None) -> Options:
+    def compiler_options(self, optimizer: str, wire: Wire | None, machine: Machine | None = None) -> Options:
         """The options of a compilation."""
         return Options(
             self.zero, self.precision, self.remat, pipeline=self.pipeline, machine=machine or Machine(),
-            optimizer=optimizer,
+            optimizer=optimizer, wire=wire_on(wire, self.mesh.axis_names),
         )  # fmt: skip
 
     @property

@@ -48,7 +48,9 @@ def test_ranks_share_heads_in_groups_and_keys_go_round_the_others() -> None:
 
 
 def test_an_explanation_says_that_neighbours_share_heads() -> None:
-    compiled = compile(Attending(heads=4, num_keys=2), Mesh(cp=4), {"x": P(None, "cp")}, kwargs=draw(32, dtype=torch.float32))
+    compiled = compile(
+        Attending(heads=4, num_keys=2), Mesh(cp=4), {"x": P(None, "cp")}, kwargs=draw(32, dtype=torch.float32)
+    )
     sent = [each.name for each in compiled.collectives if each.kind == "all_to_all" and each.phase == "forward"]
     reasons = [{reason.kind for reason in compiled.explain(name).reasons} for name in sent]
     assert reasons == [{"heads"}, {"heads"}, {"heads"}, {"positions"}]
