@@ -220,8 +220,8 @@ def is_gathered_early(node: fx.Node) -> bool:
     return is_early(node) or (isinstance(codes, fx.Node) and is_early(codes))
 
 
-def chain(node: fx.Node) -> list[fx.Node] | None:
-    """The ops from an input to a value, in order; None where there are more than ``MAX_CHAIN`` or several operands.
+def chain(node: fx.Node, most: int = MAX_CHAIN) -> list[fx.Node] | None:
+    """The ops from an input to a value, in order; None where there are more than ``most`` or several operands.
 
     Those from several inputs to their codes count apart.
     """
@@ -229,11 +229,13 @@ def chain(node: fx.Node) -> list[fx.Node] | None:
         return []
     if node.op != "call_function" or is_getitem(node) or members(node):
         return None
-    before = [chain(each) for each in node.all_input_nodes]
-    ops = [op for each in before if each is not None for op in each]
     if is_encode(node):
-        return None if None in before else [*dict.fromkeys(ops), node]
-    return None if len(before) != 1 or None in before or len(ops) == MAX_CHAIN else [*ops, node]
+        chains = [chain(each) for each in node.all_input_nodes]
+        return None if None in chains else [*dict.fromkeys(op for each in chains for op in each or ()), node]
+    if most == 0 or len(node.all_input_nodes) != 1:
+        return None
+    before = chain(node.all_input_nodes[0], most - 1)
+    return None if before is None else [*before, node]
 
 
 def move_before(place: fx.Node, node: fx.Node) -> None:
