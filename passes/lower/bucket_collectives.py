@@ -126,8 +126,8 @@ def _gathers(program: Program, sizes: Mapping[fx.Node, int], where: Mapping[fx.N
 def _key(contents: Contents, node: fx.Node, part: Member) -> tuple[object, ...]:
     """The properties that collectives of one bucket share."""
     program = contents.program
-    is_alike = program.type(node).dtype, program.source(node).phase, contents.content(node), contents.steps(node)
-    return part.kind, part.args[0], *is_alike
+    coded = (contents.content(node), contents.steps(node)) if contents.wire else ()
+    return part.kind, part.args[0], program.type(node).dtype, program.source(node).phase, *coded
 
 
 def _join(program: Program, nodes: list[fx.Node], place: fx.Node) -> None:

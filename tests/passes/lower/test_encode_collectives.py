@@ -206,6 +206,7 @@ def test_bytes_of_every_kind(kind: str, codec: str) -> None:
 
 def test_a_sum_over_a_fast_and_a_slow_axis_crosses_the_slow_one_in_pieces_as_codes() -> None:
     """Between nodes a rank sends codes of its part, in the node what it sends of a sum; no block has two tensors."""
+    torch.manual_seed(0)
     model = GPT(Config(width=256))
     call = torch.randint(128, (2, 16, 32)).unbind()
     mesh, data = Mesh(node=2, gpu=4), {"ids": P(("node", "gpu")), "targets": P(("node", "gpu"))}
