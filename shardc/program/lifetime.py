@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc.language.sharding import num_shards
 from shardc.ops.attention.rules import RINGS
 from shardc.ops.contraction import dot
 from shardc.ops.index import MAKE_NEW, lookup_rows, scatter_rows
@@ -31,11 +32,14 @@ def is_row_of_kept(program: Program, name: str, stored: fx.Node, kept: fx.Node) 
 
     Not where the copy was sent in codes, nor where rows of the copy are padded.
     """
-    shape, dims = program.global_type(stored).shape, program.sharding(stored).dims
+    dims, local_type = program.sharding(stored).dims, program.local_type(stored)
+    shape = program.global_type(stored).shape
     is_same = program.type(stored).dtype == program.type(kept).dtype and bool(shape)
     if not is_same or dims[1:] != program.computed[name].dims[1:] or is_decode(program.value(kept)[0]):
         return False
-    return all(cut.is_even(size) for cut, size in zip(dims[1:], shape[1:], strict=True))
+    assert local_type is not None
+    pieces = zip(dims[1:], local_type.shape[1:], shape[1:], strict=True)
+    return all(piece * num_shards(cut.axes) == size for cut, piece, size in pieces)  # sizes may be expressions
 
 
 @dataclass(frozen=True, slots=True)
