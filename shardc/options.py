@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -31,29 +31,77 @@ MICROBATCHES, CHUNKS = 2**10, 2**10  # at most: a schedule lists every one
 
 @dataclass(frozen=True, slots=True)
 class Zero:
-    """Between uses every parameter, its gradient and its optimizer state are cut over one more mesh axis.
+    """Between uses every parameter, its gradient and its optimizer state are cut over one more mesh axis, or several.
 
     ``stage`` 3 gathers a parameter where it is used and frees it after, in backward once more; each stage of a Pipeline
     gathers it once a step, for all microbatches. Stages 1 and 2 keep one gathered copy between steps, which is gathered
     again once the optimizer has written the parameters. Stages 2 and 3 reduce_scatter each gradient where it is
-    computed; stage 1 once a step, after the last backward. Source: ZeRO, Rajbhandari et al. 2020.
+    computed; stage 1 once a step, after the last backward.
+
+    ``gather_over``: of several axes those on fast links. What is sent goes in two steps, over the other axes as few
+    bytes as can be: these gather a rank's piece first, and are the last to add up a gradient. Stage 3 saves the piece
+    that they gathered for backward, which then gathers over the fast axes alone. An axis that is named here alone cuts
+    what is stored too. A parameter of which no dim is a multiple of all these ranks goes in one step.
+
+    Sources: ZeRO, Rajbhandari et al. 2020; hpZ and qgZ of ZeRO++, Wang et al. 2023.
     """
 
-    axis: str = "dp"
+    axis: str | tuple[str, ...] = "dp"
     stage: Literal[1, 2, 3] = 3
+    gather_over: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
+        for name in ("axis", "gather_over"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
         if isinstance(self.stage, bool) or self.stage not in STAGES:
             raise OptionError("Zero", f"stage={self.stage!r}", "there is no such stage", "say 1, 2 or 3")
+        if self.gather_over is not None and set(self.axes) <= set(self.fast_axes):
+            problem, remedy = "no axis is left to gather over before", "name the axes on slow links too, as axis"
+            raise OptionError(self._who, f"gather_over={self.gather_over!r}", problem, remedy)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Every axis that cuts what is stored."""
+        return tuple(dict.fromkeys((*_names(self.axis), *self.fast_axes)))
+
+    @property
+    def fast_axes(self) -> tuple[str, ...]:
+        """Those of ``gather_over``."""
+        return _names(self.gather_over)
 
     @property
     def text(self) -> str:
         """The option as Python code."""
-        return f"Zero(axis={self.axis!r}, stage={self.stage})"
+        over = "" if self.gather_over is None else f", gather_over={self.gather_over!r}"
+        return f"Zero(axis={self.axis!r}, stage={self.stage}{over})"
+
+    @property
+    def flag(self) -> str:
+        """The option as one types it on the command line: ``dp=3``, or ``dp+node=3,gather_over=node``."""
+        over = f",gather_over={'+'.join(self.fast_axes)}" if self.fast_axes else ""
+        return f"{'+'.join(self.axes)}={self.stage}{over}"
+
+    def renamed(self, names: Mapping[str, str]) -> Zero:
+        """The same over axes of other names."""
+
+        def rename(axes: Any) -> Any:
+            return names[axes] if isinstance(axes, str) else axes and tuple(map(names.__getitem__, axes))
+
+        return replace(self, axis=rename(self.axis), gather_over=rename(self.gather_over))
+
+    @property
+    def _who(self) -> str:
+        return f"Zero({self.axis!r})"
 
     def check(self, mesh: Mesh) -> None:
         """Raise an OptionError where the mesh has no such axis."""
-        _check_axis(f"Zero({self.axis!r})", self.axis, mesh)
+        for axis in self.axes or (self.axis,):
+            _check_axis(self._who, axis, mesh)  # type: ignore[arg-type]
+
+
+def _names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return axes if isinstance(axes, tuple) else () if axes is None else (axes,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +351,7 @@ class Options:
                 option.check(mesh)
         if self.wire is not None:
             check_wire(self.wire, mesh)
-        if self.zero and self.pipeline and self.zero.axis == self.pipeline.axis:
+        if self.zero and self.pipeline and self.pipeline.axis in self.zero.axes:
             what, problem = f"with Pipeline({self.pipeline.axis!r})", "a parameter is held by the ranks of one stage"
             raise OptionError(f"Zero({self.zero.axis!r})", what, problem, "name another axis in one of them")
 

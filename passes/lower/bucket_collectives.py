@@ -19,8 +19,9 @@ in the same part of their work; a weight that two stages read goes apart. Invari
 from __future__ import annotations
 
 import operator
-from collections import Counter
-from collections.abc import Mapping
+from collections import ChainMap, Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import fx
 
@@ -28,8 +29,9 @@ from shardc.language.machine import CollectiveKind
 from shardc.language.mesh import MICROBATCH
 from shardc.language.words import Part
 from shardc.program.coding.content import Contents
-from shardc.program.communication import Member, bucket, deferrable, is_early, layer, members, move_before
+from shardc.program.communication import Member, bucket, chain, deferrable, is_early, layer, members, move_before
 from shardc.program.lifetime import split
+from shardc.program.node import is_view
 from shardc.program.program import Program
 from shardc.program.stages import has_stages, stages_of
 
@@ -41,18 +43,30 @@ REDUCTIONS: tuple[CollectiveKind, ...] = ("all_reduce", "reduce_scatter")
 def bucket_collectives(program: Program) -> Program:
     """The program with fewer collectives."""
     where, program = _where(program), program.edited()
+    _view_last(program)
     sizes: dict[fx.Node, int] = {}  # bytes of each collective that a bucket may hold
     for node in program.calls:
         if node.target is not bucket and (parts := members(node)) and parts[0].args[0] != (MICROBATCH,):
             ends = program.local_type(parts[0].operand), program.local_type(node)
             sizes[node] = max(end.nbytes for end in ends if end is not None)
-    for reductions in _reductions(program, sizes, where):
-        _join(program, reductions, reductions[-1])
+    reductions = _reductions(program, sizes, where)
+    for nodes, place in zip(reductions, _places(program, reductions), strict=True):
+        if len(nodes) > 1:
+            _join(program, nodes, place)
+        elif place is not nodes[0]:
+            place.append(nodes[0])
     for gathers in _gathers(program, sizes, where):
         for node in gathers[1:]:
             move_before(gathers[0], node)
         _join(program, gathers, gathers[0])
     return program
+
+
+def _view_last(program: Program) -> None:
+    """Move views that are gradients, and nothing else, to the end: they would close the bucket that they read."""
+    for node in list(program.calls):
+        if is_view(node) and set(node.users) == {program.output_node}:
+            program.output_node.prepend(node)
 
 
 def _where(program: Program) -> dict[fx.Node, Where]:
@@ -66,52 +80,75 @@ def _where(program: Program) -> dict[fx.Node, Where]:
 
 
 def _reductions(program: Program, sizes: Mapping[fx.Node, int], where: Mapping[fx.Node, Where]) -> list[list[fx.Node]]:
-    """Buckets of small reductions, in each of which no node is read before the last one.
+    """Buckets of small reductions, one or several, in each of which no node is read before the last one.
 
     Reductions that run once for several backwards are not joined to one that runs in each.
     """
     backward, late, limit = set(split(program).backward), deferrable(program), program.options.bucket
     contents = Contents(program)
     keys: dict[fx.Node, object] = {}
+    steps: dict[fx.Node, int] = {}  # of one sum, the how manieth a reduction is
     total: Counter[object] = Counter()
     for node, nbytes in sizes.items():
         part = members(node)[0]
         if part.kind in REDUCTIONS and nbytes < limit:
-            keys[node] = _key(contents, node, part), where[node], part.args[1], node in backward, node in late
+            steps[node] = 1 + max(steps.get(each, 0) for each in node.all_input_nodes)
+            key = _key(contents, node, part), where[node], part.args[1]
+            keys[node] = *key, node in backward, node in late, steps[node]
             total[keys[node]] += nbytes
     # All buckets of a key are of one size, and one more than there need be, so that the first can start early.
     full = {key: max(min(limit, SMALL), n / (-(-n // limit) + 1)) if n else limit for key, n in total.items()}
     open_: dict[object, list[fx.Node]] = {}
     done: list[list[fx.Node]] = []
+
+    def awaited(read: Iterable[fx.Node]) -> dict[object, None]:
+        """The open buckets of what is read, and those that these read."""
+        found = dict.fromkeys(keys[node] for node in read if node in open_.get(keys.get(node), ()))
+        further = [awaited(node.all_input_nodes) for key in found for node in open_[key]]
+        return dict(ChainMap(found, *further))
+
     for node in program.graph.nodes:
-        operands = set(node.all_input_nodes)
-        done += [open_.pop(key) for key, nodes in list(open_.items()) if not operands.isdisjoint(nodes)]
-        if node in keys:
-            nodes = open_.setdefault(keys[node], [])
-            nodes.append(node)
-            if sum(map(sizes.__getitem__, nodes)) >= full[keys[node]]:
-                done.append(open_.pop(keys[node]))
-    return [nodes for nodes in (*done, *open_.values()) if len(nodes) > 1]
+        if node not in keys:
+            done += [open_.pop(key) for key in awaited(node.all_input_nodes)]
+        else:  # a further step of sums that wait in a bucket waits in another
+            open_.setdefault(keys[node], []).append(node)
+            if sum(map(sizes.__getitem__, open_[keys[node]])) >= full[keys[node]]:
+                done += [open_.pop(key) for key in awaited([node])]
+    return [*done, *open_.values()]
+
+
+def _places(program: Program, buckets: Sequence[list[fx.Node]]) -> list[fx.Node]:
+    """For each bucket the node after which all is there that it joins: the last of it, or of a bucket that it reads."""
+    order = {node: i for i, node in enumerate(program.graph.nodes)}
+    holder = {node: nodes for nodes in buckets for node in nodes}
+
+    def place(nodes: list[fx.Node]) -> fx.Node:
+        read = (holder[each] for node in nodes for each in node.all_input_nodes if each in holder)
+        return max([nodes[-1], *map(place, read)], key=order.__getitem__)
+
+    return list(map(place, buckets))
 
 
 def _gathers(program: Program, sizes: Mapping[fx.Node, int], where: Mapping[fx.Node, Where]) -> list[list[fx.Node]]:
     """Buckets of gathers of inputs that follow each other: a layer's, or several that are no more than the largest."""
-    runs: dict[object, list[list[fx.Node]]] = {}
-    layers: dict[object, str] = {}
+    runs: dict[tuple[Any, ...], list[list[fx.Node]]] = {}
+    layers: dict[tuple[Any, ...], str] = {}
     backward, limit, contents = set(split(program).backward), program.options.bucket, Contents(program)
 
     def nbytes(nodes: list[fx.Node]) -> int:
         return sum(map(sizes.__getitem__, nodes))
 
     for node in filter(is_early, sizes):
-        key, read_by = (_key(contents, node, members(node)[0]), where[node], node in backward), layer(program, node)
+        part, read_by = members(node)[0], layer(program, node)
+        is_second = any(map(members, chain(part.operand) or ()))
+        key = is_second, _key(contents, node, part), where[node], node in backward
         run = runs.setdefault(key, [[]])
         if layers.get(key) != read_by or nbytes([*run[-1], node]) > limit:
             run.append([])
         run[-1].append(node)
         layers[key] = read_by
     buckets: list[list[fx.Node]] = []
-    for run in runs.values():
+    for _, run in sorted(runs.items(), key=lambda pair: pair[0][0]):  # those that are gathered again come first
         most = min(limit, max(map(nbytes, run)))
         merged = run[:1]
         for nodes in run[1:]:
@@ -131,12 +168,12 @@ def _key(contents: Contents, node: fx.Node, part: Member) -> tuple[object, ...]:
 
 
 def _join(program: Program, nodes: list[fx.Node], place: fx.Node) -> None:
-    """One bucket for several nodes, right before one of them; each of them picks its result."""
+    """One bucket for several nodes, right after another node; each of them picks its result."""
     parts = [members(node)[0] for node in nodes]
     args = (parts[0].kind, parts[0].args[0], tuple(part.args[1:] for part in parts))
     types = tuple(program.type(node) for node in nodes)
     name = f"{parts[0].kind}_{'_'.join(parts[0].args[0])}_bucket".replace(":", "_")
-    with program.graph.inserting_before(place):
+    with program.graph.inserting_after(place):
         joined = program.insert(bucket, (*args, *(part.operand for part in parts)), types, place, name=name)
     program.set_sharding(joined, tuple(program.sharding(node) for node in nodes))
     program.set_origins(joined, tuple(program.origin(node) for node in nodes))

@@ -22,7 +22,7 @@ from shardc.costs.replay import ledgers_of
 from shardc.costs.stage_schedule import schedule_of
 from shardc.language.errors import OptionError
 from shardc.options import Remat
-from shardc.program.communication import bytes_sent, is_collective
+from shardc.program.communication import bytes_sent, gathered_again, is_collective
 from shardc.program.lifetime import Parts, owners_of
 from shardc.program.node import is_getitem
 from shardc.program.program import Program, Value
@@ -173,8 +173,9 @@ class Chooser:
         self.read = {value for node in share.backward for value in self._operands(node)}
         self.free = {owners[program.value(node)] for node in program.results if node in forward}
         self.order = {node: i for i, node in enumerate(share.forward)}
-        sent = {node for node in self.results if is_collective(node) and not remat.collectives and node not in twins}
-        self.fixed = sent | {node for node in self.results if node in share.fixed}
+        sent = {node for node in self.results if is_collective(node) and node not in twins}
+        self.fixed = {node for node in sent if not remat.collectives or gathered_again(node)}
+        self.fixed |= {node for node in self.results if node in share.fixed}
         self.costs = {node: 0 if node in twins else self._cost(node) for node in self.results}
         self.held: Collection[Value] = ()
 

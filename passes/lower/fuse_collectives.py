@@ -17,7 +17,8 @@ import torch
 from torch import fx
 
 from shardc.program.collective import COLLECTIVES, EXCHANGES, adds_microbatches, all_reduce, reduce_scatter, shard_slice
-from shardc.program.node import is_cast, operand
+from shardc.program.communication import is_early
+from shardc.program.node import operand
 from shardc.program.program import Program
 from shardc.program.provenance import ShardingChange
 
@@ -35,8 +36,7 @@ def fuse_collectives(program: Program) -> Program:
     first: dict[object, fx.Node] = {}
     for node in list(program.calls):
         if node.target in COLLECTIVES or node.target in EXCHANGES:
-            gathered = operand(operand(node)) if is_cast(operand(node)) else operand(node)
-            phase = program.source(node).phase if is_freed and gathered.op == "placeholder" else ""
+            phase = program.source(node).phase if is_freed and is_early(node) else ""
             equal = first.setdefault((node.target, node.args, phase), node)
             if equal is not node:
                 program.replace(node, equal)

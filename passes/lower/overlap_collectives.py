@@ -25,7 +25,7 @@ Invariant: the order alone changes, and that of collectives is the same on every
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -36,7 +36,16 @@ from shardc.language.machine import LOCAL_KINDS
 from shardc.ops.attention.rules import RINGS
 from shardc.program.coding.nodes import CODINGS, is_encode
 from shardc.program.collective import group_size
-from shardc.program.communication import bucket, is_collective, is_early, layer, members, move_before
+from shardc.program.communication import (
+    bucket,
+    final_readers,
+    gathered_again,
+    is_collective,
+    is_early,
+    layer,
+    members,
+    move_before,
+)
 from shardc.program.lifetime import owners_of, split
 from shardc.program.node import ancestors, descendants, is_free, is_getitem, is_view
 from shardc.program.program import Program
@@ -61,13 +70,14 @@ def overlap_collectives(program: Program) -> Program:
         # A layer's gathers start right before the layer before it reads its own. Those that stood earlier move there
         # too: two layers' parameters are whole at a time, in any number of buckets.
         early = [node for node in part if is_early(node) and readers.get(node, program.output_node).op != "output"]
-        gathers = [(readers[node], node) for node in early]
+        gathers = [(_reader_in_the_end(readers, node), node) for node in early]
         layers = [list(group) for _, group in groupby(sorted(gathers), lambda pair: layer(program, pair[1]))]
         for before, group in pairwise(layers):
             place = before[0][0]
             for _, node in group:
-                move_before(place, node)
-                place.prepend(node)
+                if not any(each < place for each in gathered_again(node)):
+                    move_before(place, node)
+                    place.prepend(node)
     for node, reader in readers.items():
         if is_free(node):
             reader.prepend(node)
@@ -90,6 +100,14 @@ def _first_readers(program: Program) -> dict[fx.Node, fx.Node]:
         ways = (readers[user] if is_free(user) and user not in copies else user for user in node.users)
         readers[node] = min(ways, default=program.output_node)
     return {node: readers[node] for node in views if node not in copies}
+
+
+def _reader_in_the_end(readers: Mapping[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
+    """The first reader of what is gathered, behind further gathers of it."""
+    further = {each for each in gathered_again(node) if each in readers}
+    if not further:
+        return readers[node]
+    return min(_reader_in_the_end(readers, each) if each in further else each for each in final_readers(node))
 
 
 def _sends(program: Program, node: fx.Node) -> bool:

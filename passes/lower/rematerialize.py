@@ -21,7 +21,7 @@ from torch import fx
 
 from shardc.language.errors import OptionError, did_you_mean
 from shardc.options import Remat
-from shardc.program.communication import is_collective
+from shardc.program.communication import gathered_again, is_collective
 from shardc.program.lifetime import Parts, split
 from shardc.program.node import is_getitem, reached
 from shardc.program.program import Program, Value
@@ -98,7 +98,7 @@ def _in_blocks(program: Program, parts: Parts, remat: Remat) -> set[Value]:
         block[node] = next((path for path in _enclosing(program.source(node).module) if path in chosen), "")
     home = {node: (block[node], program.source(node).stage) for node in parts.forward}
     inside = {(node, i) for node in parts.forward if block[node] for i in range(len(program.types(node)))}
-    sent = [node for node in parts.forward if is_collective(node) and not remat.collectives]
+    sent = [node for node in parts.forward if is_collective(node) and (not remat.collectives or gathered_again(node))]
     saved = {(node, i) for node in sent for i in range(len(program.types(node)))}
     for reader in (*parts.forward, program.output_node):
         values = () if is_getitem(reader) else map(program.value, reader.all_input_nodes)

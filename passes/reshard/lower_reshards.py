@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from shardc.language.sharding import TensorType
+from shardc.language.sharding import Sharding, TensorType
 from shardc.program.collective import COLLECTIVES, EXCHANGES, reshard
 from shardc.program.node import is_uniform, operand
 from shardc.program.program import Program
@@ -49,6 +49,9 @@ def lower_reshards(program: Program) -> Program:
                 for step in plan_reshard(program.sharding(value), program.sharding(node), type_):
                     name = "_".join([step.kind, *dict.fromkeys(part.name for part in step.axes)])
                     result = TensorType(step.shape, type_.dtype)
+                    if step.kind == "view" and _is_view_back(program, value, result, step.sharding):
+                        value = operand(value)
+                        continue
                     value = program.insert(FUNCTIONS[step.kind], (value, *step.args), result, node, name=name)
                     program.set_sharding(value, step.sharding)
                     program.set_causes(value, program.causes(node))
@@ -59,7 +62,15 @@ def lower_reshards(program: Program) -> Program:
             sharding = program.sharding(node)
             axes = sharding.dims[dim].axes  # type: ignore[index]
             node.args = (moved, tuple(map(sharding.mesh.print_part, axes)), dim, *rest)
+    program.remove_dead()
     return program
+
+
+def _is_view_back(program: Program, node: fx.Node, type_: TensorType, sharding: Sharding) -> bool:
+    """Whether a node views a value of this type and sharding."""
+    if node.target is not FUNCTIONS["view"] or operand(node).op != "call_function":
+        return False
+    return program.value_type(program.value(operand(node))) == type_ and program.sharding(operand(node)) == sharding
 
 
 def _sends(program: Program, node: fx.Node) -> bool:

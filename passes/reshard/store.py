@@ -10,8 +10,15 @@ Stage 3 has a reshard of its own for backward, so that nothing gathered is saved
 stage would run both before its first microbatch, as no microbatch changes a parameter, and keep both results to the
 last one's backward. One for each microbatch could be freed, but would be sent as often. The copy of a stage that is
 offloaded goes to the host with the stage. Stages 1 and 2 have one reshard, in the phase ``update``. What it makes is a
-result of the program, which the runtime keeps until a parameter is written. Invariant: every op but the reshards
-computes on the shardings that it had.
+result of the program, which the runtime keeps until a parameter is written.
+
+Where ``Zero`` tells fast axes from slow ones, a reshard is two, with a sharding between them that the fast axes alone
+cut. So the slow ones gather a piece, which is saved for backward, and add up a piece::
+
+    w: f32[64@dp+node]                            h: f32[(2 32@node)] = reshard(w)        # forward, over dp
+    g: f32[64] = reshard(w)                ->     g: f32[64] = reshard(h);  b: f32[64] = reshard(h)
+
+Invariant: every op but the reshards computes on the shardings that it had.
 """
 
 from __future__ import annotations
@@ -21,8 +28,9 @@ from itertools import pairwise
 
 from torch import fx
 
-from shardc.language.mesh import AxisPart
-from shardc.language.sharding import DimSharding, Sharding, TensorType
+from shardc.language.cut import join_dim
+from shardc.language.mesh import Axes
+from shardc.language.sharding import WHOLE, DimSharding, Sharding, TensorType, num_shards
 from shardc.options import Zero
 from shardc.program.collective import reshard
 from shardc.program.node import casts_behind, is_cast, operand
@@ -38,12 +46,13 @@ def store(program: Program) -> Program:
     if zero is None and precision is None:
         return program
     assert program.mesh is not None
-    axis, program = program.mesh.axis(zero.axis) if zero else None, program.edited()
+    names = [name for name in program.mesh.axis_names if zero and name in zero.axes]
+    axes, program = tuple(map(program.mesh.axis, names)), program.edited()
     storer = _Storer(program, zero)
     for entry, node in zip(program.inputs, program.placeholders, strict=True):
         if entry.kind == "parameter":
             sharding = program.sharding(node)
-            storer.store(entry.name, node, stored_sharding(entry.type, sharding, axis) if axis else sharding)
+            storer.store(entry.name, node, stored_sharding(entry.type, sharding, axes))
     for output, result in zip(program.outputs, program.results, strict=True):
         if result is not None and output.kind == "gradient":  # is cast and reduced as soon as it is computed
             for before, node in pairwise(reversed(casts_behind(result, reshard))):
@@ -52,22 +61,44 @@ def store(program: Program) -> Program:
     return program
 
 
-def stored_sharding(type_: TensorType, sharding: Sharding, axis: AxisPart) -> Sharding:
-    """The sharding with one dim cut by ``axis`` too: the first that divides, else the first that is long enough.
+def stored_sharding(type_: TensorType, sharding: Sharding, axes: Axes) -> Sharding:
+    """The sharding with one dim cut by ``axes`` too: the first that divides, else the first that is long enough.
 
-    Dims that nothing cuts come first. The same where the axis cuts the value already, or no dim is long enough, or no
-    DTensor could hold the shards.
+    Dims that nothing cuts come first. Several axes cut a dim each where none is long enough for all. The same where the
+    axes cut the value already, or no dim is long enough, or no DTensor could hold the shards.
     """
-    if axis.size == 1 or any(part.name == axis.name for part in sharding.cut_axes):
+    cutting = {part.name for part in sharding.cut_axes}
+    axes = tuple(axis for axis in axes if axis.size > 1 and axis.name not in cutting)
+    if not axes:
         return sharding
     shape = type_.shape
     cuts = [
-        sharding.with_dim(dim, DimSharding((*cut.axes, axis)))
+        sharding.with_dim(dim, DimSharding((*cut.axes, *axes)))
         for dim, cut in sorted(enumerate(sharding.dims), key=lambda pair: bool(pair[1].axes))
-        if not cut.minor and cut.local_size(shape[dim]) >= axis.size
+        if not cut.minor and cut.local_size(shape[dim]) >= num_shards(axes)
     ]
     fitting = [cut for cut in cuts if cut.storable(shape) == cut]
+    if not fitting and len(axes) > 1:
+        for axis in axes:
+            sharding = stored_sharding(type_, sharding, (axis,))
+        return sharding
     return next(iter([*(cut for cut in fitting if cut.is_even(shape)), *fitting]), sharding)
+
+
+def halfway(type_: TensorType, stored: Sharding, zero: Zero) -> Sharding | None:
+    """What is left of a stored sharding when it is gathered over the slow axes; None where no sharding says it."""
+    slow = {part.name for part in stored.cut_axes if part.name in zero.axes and part.name not in zero.fast_axes}
+    if not slow or slow >= {part.name for part in stored.cut_axes if part.name in zero.axes}:
+        return None
+    dims = list(stored.dims)
+    for dim, (cut, size) in enumerate(zip(stored.dims, type_.shape, strict=True)):
+        if slow.isdisjoint(part.name for part in cut.axes):
+            continue
+        if not cut.is_even(size):
+            return None
+        digits = [(part.size, WHOLE if part.name in slow else DimSharding((part,))) for part in cut.axes]
+        dims[dim] = join_dim([*digits, (cut.local_size(size), WHOLE)])
+    return replace(stored, dims=tuple(dims))
 
 
 class _Storer:
@@ -95,16 +126,18 @@ class _Storer:
         if stored != computed:
             assert self.zero is not None
             why = StorageChange(name, program.type(node), stored, computed, self.zero.text)
+            between = halfway(why.type, stored, self.zero)
             for value in filter(None, (node, cast)):
                 program.set_sharding(value, stored)
-                self._set_origin(value, Origin(why.option, PARAMETER, (value.name, 0)))
-            self._store_gradient(node, stored, why)
-            gathered = self._gather(cast or node, computed, why)
+                self._set_origins(value, Origin(why.option, PARAMETER, (value.name, 0)), why)
+            self._store_gradient(node, between, why)
+            gathered = self._gather(cast or node, between, why)
             copy = cast if cast is not None and self.stage == 3 else gathered
         if copy is not None:  # it is computed in the update, and returned from the program
-            for value in (copy, operand(copy)):
-                if value.op != "placeholder":
-                    program.set_source(value, replace(program.source(value), phase="update"))
+            value = copy
+            while value.op != "placeholder":
+                program.set_source(value, replace(program.source(value), phase="update"))
+                value = operand(value)
             program.outputs = (*program.outputs, Output(name, "computed"))
             program.output_node.args = ((*program.results, copy),)
 
@@ -119,15 +152,16 @@ class _Storer:
         self.first_call.prepend(cast)
         return cast
 
-    def _set_origin(self, node: fx.Node, origin: Origin) -> None:
-        """The origin of the option's axis on a value."""
-        assert self.zero is not None
-        self.program.set_origins(node, ({**self.program.origin(node), self.zero.axis: origin},))
+    def _set_origins(self, node: fx.Node, origin: Origin, why: StorageChange) -> None:
+        """The origin of the option's axes on a value."""
+        added = dict.fromkeys(why.axes, origin)
+        self.program.set_origins(node, ({**self.program.origin(node), **added},))
 
-    def _gather(self, node: fx.Node, computed: Sharding, why: StorageChange) -> fx.Node | None:
+    def _gather(self, node: fx.Node, between: Sharding | None, why: StorageChange) -> fx.Node | None:
         """Reshard a stored value for its users: in stages 1 and 2 once for all, which is returned; in stage 3 by group.
 
-        The users of a phase are a group of stage 3, or all in a pipeline, where microbatches follow each other.
+        The users of a phase are a group of stage 3, or all in a pipeline, where microbatches follow each other. What
+        stands ``between`` is made once for all groups.
         """
         program, users = self.program, sorted(node.users, key=self.order.__getitem__)
         if self.stage < 3:
@@ -137,20 +171,23 @@ class _Storer:
         else:
             phases = ([u for u in users if program.source(u).phase == phase] for phase in ("forward", "backward"))
             groups = [(group, group[0]) for group in phases if group]
-        resharded = None
+        resharded, source = None, node
+        if between is not None and groups:
+            with program.graph.inserting_before(groups[0][1]):
+                source = insert_reshard(program, node, between, users[0], why)
         for group, before in groups:
             with program.graph.inserting_before(before):
-                resharded = insert_reshard(program, node, computed, group[0], why)
+                resharded = insert_reshard(program, source, why.computed, group[0], why)
             for user in group:
                 user.replace_input_with(node, resharded)
         return resharded if self.stage < 3 else None
 
-    def _store_gradient(self, node: fx.Node, stored: Sharding, why: StorageChange) -> None:
+    def _store_gradient(self, node: fx.Node, between: Sharding | None, why: StorageChange) -> None:
         """Return a gradient as its parameter is stored: from the reshard that reduces it, or from another.
 
         Casts after that reshard run on the stored sharding too.
         """
-        program, results = self.program, list(self.program.results)
+        program, results, stored = self.program, list(self.program.results), why.stored
         place = self.gradients.get(node)
         gradient = None if place is None else results[place]
         if place is None or gradient is None:
@@ -166,9 +203,22 @@ class _Storer:
                 chain = [insert_reshard(program, gradient, stored, gradient, why)]
             results[place] = chain[0]
             program.output_node.args = (tuple(results),)
-        assert self.zero is not None
+        if between is not None:
+            self._add_within(chain[-1], between)
         for each in chain:
             value = operand(each) if each.target is reshard else each
-            origin = program.origin(node)[self.zero.axis]
+            origin = program.origin(node)[why.axes[0]]
             program.set_sharding(each, stored)
-            self._set_origin(each, origin.through(f"the gradient {why.name}", (value.name, 0)))
+            self._set_origins(each, origin.through(f"the gradient {why.name}", (value.name, 0)), why)
+
+    def _add_within(self, node: fx.Node, between: Sharding) -> None:
+        """Add up a gradient over the fast axes before the reshard that does so over the slow ones."""
+        assert self.zero is not None
+        value, slow = operand(node), set(self.zero.axes) - set(self.zero.fast_axes)
+        partial = self.program.sharding(value).partial
+        left = tuple((part, op) for part, op in partial if part.name in slow)
+        if left and any(part.name in self.zero.fast_axes for part, _ in partial):
+            with self.program.graph.inserting_before(node):
+                target = replace(between, partial=left)
+                added = insert_reshard(self.program, value, target, node, *self.program.causes(node))
+            node.args = (added,)

@@ -75,8 +75,9 @@ def add_mesh_options(parser: Parser, is_required: bool = True) -> None:
     parser.add_argument("--mesh", type=mesh, required=is_required, help="axes and sizes: dp=2,tp=4")
     _add_annotate(parser, "replaces the defaults of an hf: target, adds to the annotations that a function returns")
     parser.add_argument(
-        "--zero", metavar="AXIS=STAGE", type=_zero,
-        help="shard parameters, gradients and optimizer states over an axis between uses, as ZeRO does: dp=3",
+        "--zero", metavar="AXES=STAGE[,gather_over=AXES]", type=_zero,
+        help="shard parameters, gradients and optimizer states over axes between uses, as ZeRO does: dp=3; "
+        "dp+node=3,gather_over=node where node is on fast links",
     )  # fmt: skip
     parser.add_argument(
         "--pipeline", metavar="AXIS[,KEY=VALUE]...", type=_pipeline,
@@ -267,10 +268,17 @@ def _nodes(text: str) -> tuple[int, str]:
 
 
 def _zero(text: str) -> Zero:
-    axis, equals, stage = text.partition("=")
-    if not axis.isidentifier() or (equals and not stage.isdecimal()):
-        raise unreadable(text, "it does not read as an axis and a stage", "write --zero dp=3")
-    return _option(text, Zero, axis, int(stage or 3))
+    form = re.fullmatch(r"([^\W\d][\w+]*)(?:=(\d+))?(?:,gather_over=([^\W\d][\w+]*))?", text)
+    if form is None:
+        remedy = "write --zero dp=3, or --zero dp+node=3,gather_over=node"
+        raise unreadable(text, "it does not read as axes and a stage", remedy)
+    axis, stage, over = form.groups()
+    return _option(text, Zero, _axes(axis), int(stage or 3), over and _axes(over))
+
+
+def _axes(text: str) -> str | tuple[str, ...]:
+    axes = tuple(text.split("+"))
+    return axes if len(axes) > 1 else text
 
 
 def _pipeline(text: str) -> Pipeline:

@@ -31,7 +31,7 @@ from shardc.program.collective import (
     wire_bytes,
     wire_bytes_total,
 )
-from shardc.program.node import descendants, is_getitem, operand, operands
+from shardc.program.node import descendants, is_free, is_getitem, operand, operands
 from shardc.program.program import Program, ends_of, parameters_of
 
 Size = Any  # an int; a sympy.Expr where sizes have names
@@ -205,13 +205,13 @@ def bytes_sent(program: Program, node: fx.Node) -> int:
     return collective_at(program, node).wire_bytes
 
 
-MAX_CHAIN = 3  # ops between an input and its gather: a cast, views
+MAX_CHAIN = 3  # ops between an input and its gather, or between two gathers of it: a cast, views
+MAX_GATHERS = 2  # one after another, over the slow axes of ZeRO and then over its fast ones
 
 
 def is_early(node: fx.Node) -> bool:
     """Whether a node only gathers inputs, a few ops after them, so that it could be the first call of the program."""
-    parts = members(node)
-    return bool(parts) and all(part.kind == "all_gather" and chain(part.operand) is not None for part in parts)
+    return _gathers(node) and all(chain(part.operand) is not None for part in members(node))
 
 
 def is_gathered_early(node: fx.Node) -> bool:
@@ -220,21 +220,42 @@ def is_gathered_early(node: fx.Node) -> bool:
     return is_early(node) or (isinstance(codes, fx.Node) and is_early(codes))
 
 
-def chain(node: fx.Node, most: int = MAX_CHAIN) -> list[fx.Node] | None:
-    """The ops from an input to a value, in order; None where there are more than ``most`` or several operands.
+def gathered_again(node: fx.Node) -> list[fx.Node]:
+    """The gathers over further axes of what an early gather has gathered: ZeRO has some where axes are fast."""
+    return list(filter(_gathers, final_readers(node))) if is_early(node) else []
 
-    Those from several inputs to their codes count apart.
+
+def final_readers(node: fx.Node) -> Iterator[fx.Node]:
+    """What computes with a node's results, or sends them: its readers behind views, codes and buckets."""
+    for user in node.users:
+        is_between = is_free(user) or user.target in CODINGS
+        yield from final_readers(user) if is_between else (user,)
+
+
+def _gathers(node: fx.Node) -> bool:
+    parts = members(node)
+    return bool(parts) and parts[0].kind == "all_gather"
+
+
+def chain(node: fx.Node, most: int = MAX_CHAIN, gathers: int = MAX_GATHERS - 1) -> list[fx.Node] | None:
+    """The ops from inputs to a value, in order; None where there are more than ``most`` or several operands.
+
+    Those of an earlier gather and those from several inputs to their codes count apart.
     """
     if node.op == "placeholder":
         return []
-    if node.op != "call_function" or is_getitem(node) or members(node):
+    if node.op != "call_function":
         return None
-    if is_encode(node):
-        chains = [chain(each) for each in node.all_input_nodes]
+    is_sent = _gathers(node)
+    if is_encode(node) or (is_sent and gathers > 0):
+        chains = [chain(each, gathers=gathers - is_sent) for each in node.all_input_nodes]
         return None if None in chains else [*dict.fromkeys(op for each in chains for op in each or ()), node]
-    if most == 0 or len(node.all_input_nodes) != 1:
+    if members(node) or len(node.all_input_nodes) != 1:
         return None
-    before = chain(node.all_input_nodes[0], most - 1)
+    is_received = is_decode(node) or (is_getitem(node) and (_gathers(operand(node)) or is_decode(operand(node))))
+    if not is_received and (most == 0 or is_getitem(node)):
+        return None
+    before = chain(node.all_input_nodes[0], most - (not is_received), gathers)
     return None if before is None else [*before, node]
 
 

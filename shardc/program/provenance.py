@@ -135,6 +135,12 @@ class StorageChange:
     origins: ClassVar[Mapping[str, Origin]] = {}  # no axis comes from an annotation
 
     @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that cut the parameter between uses alone, in their order."""
+        computed = {part.name for part in self.computed.cut_axes}
+        return tuple(dict.fromkeys(part.name for part in self.stored.cut_axes if part.name not in computed))
+
+    @property
     def text(self) -> str:
         """The change in a few words."""
         stored, computed = self.stored.text(self.type), self.computed.text(self.type)

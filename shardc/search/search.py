@@ -235,8 +235,22 @@ class Search:
 
     def _with_zero(self, plan: Plan, axes: Iterable[str]) -> list[Found]:
         stages = [stage for stage in self.task.stages if stage > 1] or self.task.stages  # 1 takes the time of 2
-        options = [Zero(axis, stage) for axis in axes for stage in stages if stage]  # type: ignore[arg-type]
-        return self._priced(replace(plan, zero=zero) for zero in options)
+        return self._priced(replace(plan, zero=zero) for zero in self._zeros(plan, axes, stages))
+
+    def _zeros(self, plan: Plan, axes: Iterable[str], stages: Iterable[int]) -> Iterator[Zero]:
+        """ZeRO over one of the axes, and over all of them in two steps where some are within nodes."""
+        names = tuple(axes)
+        inside = tuple(name for name in names if self._is_inside(plan, name))
+        for stage in filter(None, stages):
+            yield from (Zero(name, stage) for name in names)  # type: ignore[arg-type]
+            if 0 < len(inside) < len(names):
+                yield Zero(names, stage, gather_over=inside if len(inside) > 1 else inside[0])  # type: ignore[arg-type]
+
+    def _is_inside(self, plan: Plan, name: str) -> bool:
+        """Whether an axis has several ranks, all of them in one node."""
+        mesh, machine = plan.stage_mesh, self.task.machine
+        is_slow = machine.between is not None and machine.link((name,), mesh) != machine.of_axis(name)
+        return mesh.axis_size(name) > 1 and not is_slow
 
     def _with_all_cut(self, plan: Plan) -> list[Found]:
         """FSDP by annotation: every parameter cut over an axis of samples, where the plan cuts none otherwise."""
@@ -280,7 +294,7 @@ class Search:
             if axis.cuts_positions:
                 others.append(replace(axis, in_zigzag=not axis.in_zigzag))
             yield from (self._with_axis(plan, i, other) for other in others)
-        zeros = (Zero(axis.name, stage) for axis in plan.axes for stage in self.task.stages if stage)  # type: ignore[arg-type]
+        zeros = self._zeros(plan, [axis.name for axis in plan.axes], self.task.stages)
         yield from (replace(plan, zero=zero) for zero in (None, *zeros))
 
     def _with_axis(self, plan: Plan, i: int, axis: Axis) -> Plan:
@@ -288,7 +302,7 @@ class Search:
         axes = (*plan.axes[:i], axis, *plan.axes[i + 1 :])
         named = self._axes([each.size for each in axes], [each.cuts for each in axes])
         names = {old.name: new.name for old, new in zip(plan.axes, named, strict=True)}
-        zero = plan.zero and replace(plan.zero, axis=names[plan.zero.axis])
+        zero = plan.zero and plan.zero.renamed(names)
         axes = tuple(replace(each, name=names[each.name]) for each in axes)
         return replace(plan, axes=axes, zero=zero, written=None)
 

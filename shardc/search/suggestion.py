@@ -105,7 +105,7 @@ class Suggestion(Mapping[str, Any]):
             mesh=self.mesh.sizes,
             links=self.axis_links,
             annotations={name: repr(spec) for name, spec in self.annotations.items()},
-            zero=None if self.zero is None else ZeroEntry(self.zero.axis, self.zero.stage),
+            zero=None if self.zero is None else _entry(self.zero),
             remat=None if self.remat is None else python_text(self.remat),
             precision=None if self.precision is None else python_text(self.precision),
             pipeline=None
@@ -156,6 +156,10 @@ def suggested(suggestions: Suggestions, model: str) -> Suggested:
         model, first.mesh.size, first.memory_limit, entry, suggestions.bound, suggestions.compiled,
         tuple(each.entry() for each in suggestions), suggestions.candidates,
     )  # fmt: skip
+
+
+def _entry(zero: Zero) -> ZeroEntry:
+    return ZeroEntry("+".join(zero.axes), zero.stage, "+".join(zero.fast_axes) or None)
 
 
 def python_text(option: Zero | Remat | Precision | Pipeline) -> str:

@@ -1,6 +1,7 @@
 """The command line: output, streams and exit codes."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -337,6 +338,9 @@ def test_an_unknown_model_type_names_near_ones() -> None:
 def test_zero_is_an_option_of_axis_and_stage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["dump", f"{FILE}:mlp", *ON_FOUR, "--zero", "dp=2", "--only", "collectives"]) == 0
     assert "update    all_gather" in capsys.readouterr().out
+    words = ["--zero", "dp+tp=3,gather_over=tp", "--only", "parameters"]
+    assert main(["dump", f"{FILE}:mlp", *ON_FOUR, *words]) == 0
+    assert re.search(r"down.bias +f32\[\d+@dp\+tp\]", capsys.readouterr().out)
     with pytest.raises(SystemExit):
         main(["dump", f"{FILE}:mlp", *ON_FOUR, "--zero", "dp=4"])
     assert "say 1, 2 or 3" in capsys.readouterr().err

@@ -107,8 +107,8 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
     "zero without a number": (
         [*DUMP, "--zero", "dp=x"], 2,
         "shardc dump: argument --zero: 'dp=x'\n"
-        "  it does not read as an axis and a stage\n"
-        "  write --zero dp=3",
+        "  it does not read as axes and a stage\n"
+        "  write --zero dp=3, or --zero dp+node=3,gather_over=node",
     ),
     "zero over no axis": (
         [*DUMP, "--zero", "dq"], 2,

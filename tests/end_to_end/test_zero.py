@@ -65,7 +65,7 @@ def test_a_stored_shard_is_no_larger_and_a_dtensor_can_hold_it(shape, data):
     if shape and data.draw(st.booleans()):
         dims[data.draw(st.integers(0, len(shape) - 1))] = DimSharding((mesh.axis("tp"),))
     lies, type_ = Sharding(mesh, tuple(dims)), TensorType(tuple(shape), torch.float32)
-    stored = stored_sharding(type_, lies, mesh.axis("dp"))
+    stored = stored_sharding(type_, lies, (mesh.axis("dp"),))
     assert stored.storable(type_.shape) == stored
     sizes = [TensorType(each.local_shape(type_.shape), torch.float32).numel for each in (stored, lies)]
     assert sizes[0] < sizes[1] or stored == lies

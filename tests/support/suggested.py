@@ -41,7 +41,8 @@ def found(**changes: Any) -> Suggested:
         precision="Precision(compute=torch.bfloat16)", pipeline=PipelineEntry("pp", 8, "1f1b", "flops"),
         seconds=TimeParts(2.0, 1.5, 0.2, 0.3), wire={"gradients": "int8"},
     )  # fmt: skip
-    plans = (plan(1.0, 60 * GB), piped, plan(0.5, 90 * GB, zero=None, mesh={"dp": 16}))
+    in_steps = plan(0.5, 90 * GB, zero=ZeroEntry("dp+fsdp", 3, "fsdp"), mesh={"dp": 2, "fsdp": 8})
+    plans = (plan(1.0, 60 * GB), piped, in_steps)
     others = (Candidate("Mesh(tp=16)", 3.0, 70 * GB), Candidate("<script>alert(1)</script>", 4.0, 10 * GB))
     candidates = (*(Candidate(str(each.mesh), each.seconds.step, each.memory.peak) for each in plans), *others)
     entry = MachineEntry(machine.links, machine.device, machine.node, machine.between)

@@ -32,8 +32,8 @@ def candidates(
     """At most ``count`` changes in groups: edits of related annotations, then others one by one, the surest last."""
     axes = set(related.axes)
     zeros: list[Zero | None] = []
-    if zero is not None and zero.axis in axes:  # a stage of ZeRO that gathers less often, or no ZeRO
-        zeros = [*(Zero(zero.axis, stage) for stage in (2, 1) if stage < zero.stage), None]
+    if zero is not None and axes & set(zero.axes):  # a stage of ZeRO that gathers less often, or no ZeRO
+        zeros = [*(replace(zero, stage=stage) for stage in (2, 1) if stage < zero.stage), None]
 
     def at(*distances: int) -> list[tuple[str, P]]:
         items = annotations.items()

@@ -104,7 +104,7 @@ class CollectiveExplainer:
             yield from (self.chains.chain(axis, each) for each in others)
             if axis in needed and needed[axis] != known.get(axis):
                 yield self.chains.chain(axis, needed[axis])
-            elif change and change.stored and axis in _storage_axes(change.stored):
+            elif change and change.stored and axis in change.stored.axes:
                 yield self.chains.chain(axis, self.program.origin(result)[axis], result)
 
     def _reader(self, collective: Collective, cause: Cause, result: fx.Node) -> Side:
@@ -137,7 +137,7 @@ def _reasons(cause: Cause, axes: list[str]) -> Iterator[Reason]:
         yield from (Reason(need.axis, need.kind, need.dim, need.annotation) for need in needs)
         stored = cause.stored
     if stored is not None:
-        yield from (Reason(axis, "stored", None, stored.option) for axis in axes if axis in _storage_axes(stored))
+        yield from (Reason(axis, "stored", None, stored.option) for axis in axes if axis in stored.axes)
     elif not isinstance(cause, ShardingChange):
         kind: ReasonKind = "keys" if isinstance(cause, RoundOfKeys) else "edges"
         yield from (Reason(axis, kind, None) for axis in axes)
@@ -147,11 +147,6 @@ def _shared_heads(change: ShardingChange) -> ReasonKind | None:
     """Whether ranks that share heads of attention have values sent to them, or send results back."""
     names: dict[str, ReasonKind] = {BY_HEADS: "heads", BY_POSITIONS: "positions"}
     return names.get(change.user.name.rstrip("_0123456789"))
-
-
-def _storage_axes(stored: StorageChange) -> set[str]:
-    """The axes that cut a parameter between uses alone."""
-    return {part.name for part in stored.stored.cut_axes} - {part.name for part in stored.computed.cut_axes}
 
 
 def _readers(result: fx.Node, is_through_views: bool) -> Iterator[fx.Node]:

@@ -126,7 +126,7 @@ class _Requests:
             if source.target not in COLLECTIVES and self.program.rule(source).is_fallback:
                 break
             source = source.all_input_nodes[0]
-        if zero is not None and source in self.by_zero and axes == {zero.axis}:
+        if zero is not None and source in self.by_zero and axes <= set(zero.axes):
             return True
         return source in self.stored and axes <= self.batch_axes
 

@@ -13,10 +13,14 @@ from shardc.language.record import Amount, Count, Size
 
 @dataclass(frozen=True, slots=True)
 class ZeroEntry:
-    """Stored state is cut over ``axis``; ``stage``: as in ``shardc.Zero``."""
+    """Stored state is cut over ``axis``; all else as in ``shardc.Zero``.
+
+    Several axes are joined by ``+``. ``gather_over``: absent where all axes are alike.
+    """
 
     axis: str
     stage: Literal[1, 2, 3]
+    gather_over: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +115,7 @@ def mesh_text(plan: SuggestionEntry) -> str:
 
 def options_text(plan: SuggestionEntry) -> str:
     """The options of a plan in a few words; empty where it has none."""
-    found = [f"ZeRO {plan.zero.stage} over {plan.zero.axis}"] if plan.zero else []
+    found = [f"ZeRO {plan.zero.stage} over {plan.zero.axis.replace('+', ' and ')}"] if plan.zero else []
     if plan.pipeline is not None:
         found.append(f"{plan.pipeline.schedule} of {plan.pipeline.microbatches} microbatches")
     return ", ".join([*found, *filter(None, (plan.remat, plan.precision))])
