@@ -39,7 +39,10 @@ def data_parallel(target: Target, ranks: int) -> Iterator[Plan]:
 
 
 def hybrid(target: Target, ranks: int) -> Iterator[Plan]:
-    """Samples over two axes; HSDP: ZeRO inside a node or across nodes, plain data parallelism over the other axis."""
+    """Samples over two axes; HSDP: ZeRO inside a node or across nodes, plain data parallelism over the other axis.
+
+    And ZeRO++: over both, in two steps.
+    """
     inside = min(NODE, ranks // 2)
     if inside > 1:
         mesh = Mesh(dp=ranks // inside, fsdp=inside)
@@ -47,6 +50,8 @@ def hybrid(target: Target, ranks: int) -> Iterator[Plan]:
         for axis, stage in (("fsdp", 3), ("fsdp", 1), ("dp", 1)):
             name = f"hsdp {ranks // inside}x{inside} zero{stage} over {axis}"
             yield Plan(name, mesh, target.data(("dp", "fsdp")), Zero(axis, stage))
+        zero = Zero(("dp", "fsdp"), 3, gather_over="fsdp")
+        yield Plan(f"zero++ {ranks // inside}x{inside}", mesh, target.data(("dp", "fsdp")), zero)
 
 
 def tensor_parallel(target: Target, ranks: int) -> Iterator[Plan]:

@@ -79,8 +79,8 @@ def draw_plan(target: Target, ranks: int, generator: random.Random, name: str = 
     batch. Then up to three groups of parameters are cut, one dim each, by an axis that divides the dim, four times in
     five by one that cuts no samples if there is such an axis; a group is what one glob over the blocks matches, and is
     drawn by the root of its size. One time in eight the second dim of the inputs is cut by an axis that is left.
-    Half of the plans have a ZeRO stage, mostly over an axis of samples, and a quarter recompute each or every second
-    block.
+    Half of the plans have a ZeRO stage, mostly over an axis of samples or in two steps over all of these, and a quarter
+    recompute each or every second block.
     """
     mesh, pipeline = _draw_mesh(target, ranks, generator)
     axes = {axis: size for axis, size in mesh.sizes.items() if axis != STAGES}
@@ -95,6 +95,8 @@ def draw_plan(target: Target, ranks: int, generator: random.Random, name: str = 
     zero = remat = None
     if axes and generator.random() < 1 / 2:
         zero = Zero(generator.choice(samples or tuple(axes)), generator.choice((1, 2, 3)))
+        if len(samples) > 1 and generator.random() < 1 / 3:
+            zero = Zero(samples, zero.stage, gather_over=samples[-1])
     if target.blocks and generator.random() < 1 / 4:
         remat = Remat(target.blocks, every=generator.choice((1, 2)))
     return Plan(name, mesh, annotations, zero, remat, pipeline)
