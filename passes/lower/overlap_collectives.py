@@ -25,7 +25,7 @@ Invariant: the order alone changes, and that of collectives is the same on every
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -161,12 +161,13 @@ def _in_turn(part: Sequence[fx.Node]) -> list[fx.Node]:
     What is done with codes that have arrived comes after the next ones are sent, step by step: a sum and its sending,
     then its decoding.
     """
-    within, steps = set(part), dict[fx.Node, list[list[fx.Node]]]()
+    place, steps = {node: i for i, node in enumerate(part)}, dict[fx.Node, list[list[fx.Node]]]()
     later: dict[fx.Node, fx.Node] = {}  # by each call that comes later, the sending that it follows
     for node in part:
-        if node not in later and _sends_codes(node) and not _is_awaited(node, within):
-            after = descendants(node) & within - {node}
-            if after.isdisjoint(later):
+        if node not in later and _sends_codes(node) and not _is_awaited(node, place.keys()):
+            after = descendants(node) & place.keys() - {node}
+            others = {each for call in after for each in call.all_input_nodes} - after
+            if after.isdisjoint(later) and all(place.get(each, -1) <= place[node] for each in others):
                 steps[node] = [[]]
                 later.update(dict.fromkeys(after, node))
     for node in part:
@@ -196,7 +197,7 @@ def _sends_codes(node: fx.Node) -> bool:
     return bool(members(node)) and node.target is not bucket and is_encode(members(node)[0].operand)
 
 
-def _is_awaited(node: fx.Node, within: set[fx.Node]) -> bool:
+def _is_awaited(node: fx.Node, within: Set[fx.Node]) -> bool:
     """Whether a call, other than one on codes, reads what is sent, or what is decoded of it."""
     for user in within & node.users.keys():
         is_on_the_way = user.target in CODINGS or _sends_codes(user) or (is_getitem(user) and node.target in CODINGS)

@@ -38,7 +38,8 @@ def accumulate(program: Program) -> Program:
         value, target, causes = operand(node), program.sharding(node), program.causes(node)
         rest = tuple((part, op) for part, op in program.sharding(value).partial if part.name != MICROBATCH)
         accumulated = replace(program.sharding(value), partial=rest)
-        if accumulated == program.sharding(value):
+        is_left_open = any(part.name == MICROBATCH for part in target.partial_axes)
+        if is_left_open or accumulated == program.sharding(value):
             continue
         with program.graph.inserting_before(node):
             by_stage: dict[int, list[fx.Node]] = {}

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from shardc.language.cut import split_dim, without_idle
 from shardc.language.errors import ShardingError
 from shardc.language.machine import CollectiveKind
-from shardc.language.mesh import Axes, AxisPart, Mesh, merge_parts, part_ends, split_parts, unused_parts
+from shardc.language.mesh import MICROBATCH, Axes, AxisPart, Mesh, merge_parts, part_ends, split_parts, unused_parts
 from shardc.language.partition import P
 from shardc.language.sharding import WHOLE, DimSharding, Sharding, TensorType, ceil_div, dtype_name, num_shards
 from shardc.language.windows import Windows
@@ -321,7 +321,11 @@ def plain_steps(src: Sharding, dst: Sharding, shape: tuple[int, ...], reorders: 
         via = replace(dst, dims=tuple(a if a == b else WHOLE for a, b in zip(src.dims, dst.dims, strict=True)))
         return (*plain_steps(src, via, shape), *plain_steps(via, dst, shape))
     steps = list(steps_of(path.moves, space, atoms, active, src, shape))
-    unused = [part for part in unused_parts(src.mesh, src.used_parts + dst.used_parts) if part.size > 1]
+    unused = [
+        part
+        for part in unused_parts(src.mesh, src.used_parts + dst.used_parts)
+        if part.size > 1 and part.name != MICROBATCH  # microbatches follow each other: none has what another has
+    ]
     if not unused or not may_be_shared(space, path):
         return steps
     spare = tuple(sorted(unused, key=lambda part: -part.size)[: max(1, MAX_SHARED - len(atoms))])

@@ -182,6 +182,45 @@ def test_an_axis_of_gather_over_cuts_too_and_a_pipeline_gathers_once() -> None:
         torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-12, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "annotations", "zero"),
+    [
+        ({"node": 3, "tp": 2, "gpu": 2}, {"blocks.0.2.weight": P("node")}, Zero(("tp", "gpu", "node"), 3)),
+        ({"node": 2, "tp": 2, "gpu": 2}, {"blocks.1.0.weight": P("gpu")}, Zero(**FAST)),
+        ({"node": 2, "gpu": 2}, {"x": P("gpu"), "blocks.0.0.weight": P(None, "gpu")}, Zero("node", 3)),
+    ],
+    ids=["an axis not of the batch", "weights cut by a fast axis", "a tied weight cut by the batch's"],
+)
+def test_no_reshard_of_a_pipeline_cuts_by_microbatches(
+    sizes: dict[str, int], annotations: dict[str, P], zero: Zero
+) -> None:
+    torch.manual_seed(0)
+    model, x = Tower(12, 30, is_tied=True).double(), torch.randn(12, 12).double()
+    options: dict[str, Any] = {"zero": zero, "pipeline": Pipeline("pp", microbatches=2)}
+    compiled = shardc.compile(model, Mesh(pp=2, **sizes), BATCH | annotations, args=(x,), **options)
+    _, gradients = compiled.simulate(x)
+    model(x).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("bucket", [1000, 4000, 2**20])
+def test_sums_in_codes_wait_for_sums_of_other_buckets(bucket: int) -> None:
+    model = GPT(Config(layers=2, vocab=24, context=16, width=16, heads=4))
+    torch.manual_seed(0)
+    ids = torch.randint(24, (8, 8))
+    annotations = {
+        "ids": P(("gpu", "node")), "targets": P(("gpu", "node")), "blocks.*.norm1.*": P("tp"),
+        "blocks.0.attn.qkv.weight": P(None, "tp"),
+    }  # fmt: skip
+    options: dict[str, Any] = {"zero": Zero(("tp", "gpu"), 3), "wire": {"gradients": "bf16"}, "bucket": bucket}
+    compiled = shardc.compile(model, Mesh(node=2, gpu=2, tp=2), annotations, args=(ids, ids), **options)
+    _, gradients = compiled.simulate(ids, ids)
+    model(ids, ids).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, atol=2e-2, rtol=2e-2, msg=name)
+
+
 def test_a_gpt_in_bfloat16_computes_what_it_does_in_one_step() -> None:
     model = GPT(Config(layers=2, vocab=96, context=32, width=32, heads=4))
     torch.manual_seed(0)
