@@ -19,6 +19,7 @@ from shardc.language.errors import OptionError
 
 BATCH = {"x": P(("node", "gpu"))}
 HIERARCHY = Mesh(node=2, gpu=4)
+TIED = {"blocks.0.0.weight": P(None, "gpu"), "blocks.2.2.bias": P("node")}  # the sum of its gradients is read cut
 FAST: dict[str, Any] = {"axis": ("node", "gpu"), "gather_over": "gpu"}
 
 
@@ -187,7 +188,7 @@ def test_an_axis_of_gather_over_cuts_too_and_a_pipeline_gathers_once() -> None:
     [
         ({"node": 3, "tp": 2, "gpu": 2}, {"blocks.0.2.weight": P("node")}, Zero(("tp", "gpu", "node"), 3)),
         ({"node": 2, "tp": 2, "gpu": 2}, {"blocks.1.0.weight": P("gpu")}, Zero(**FAST)),
-        ({"node": 2, "gpu": 2}, {"x": P("gpu"), "blocks.0.0.weight": P(None, "gpu")}, Zero("node", 3)),
+        ({"node": 2, "gpu": 2}, {"x": P("gpu"), **TIED}, Zero("node", 3)),
     ],
     ids=["an axis not of the batch", "weights cut by a fast axis", "a tied weight cut by the batch's"],
 )
