@@ -10,7 +10,8 @@ runs. Gathers of stored parameters join for a layer, or for several layers that 
 A bucket is closed before it is read, and as soon as it holds its share of at most ``bucket`` bytes, an option. A larger
 collective goes alone, and needs no buffer. So a bucket holds less than twice the limit. Reductions of one kind and
 dtype over the same axes that nothing reads before the end go in at most ``bytes / bucket`` buckets, rounded up, plus
-one.
+one. Where sums and gathers go in two steps, over axes of two kinds, so do their buckets: a second step does not close
+the bucket that it reads, but waits in one of its own.
 
 A stage of a pipeline runs a bucket whole if it needs any of it. So a bucket holds collectives that the same stages run
 in the same part of their work; a weight that two stages read goes apart. Invariant: no value changes its sharding.
@@ -87,7 +88,7 @@ def _reductions(program: Program, sizes: Mapping[fx.Node, int], where: Mapping[f
     backward, late, limit = set(split(program).backward), deferrable(program), program.options.bucket
     contents = Contents(program)
     keys: dict[fx.Node, object] = {}
-    steps: dict[fx.Node, int] = {}  # of one sum, the how manieth a reduction is
+    steps: dict[fx.Node, int] = {}  # a reduction of what was reduced over other axes is the second one of its sum
     total: Counter[object] = Counter()
     for node, nbytes in sizes.items():
         part = members(node)[0]
