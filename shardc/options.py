@@ -73,6 +73,9 @@ class Zero:
     @property
     def text(self) -> str:
         """The option as Python code."""
+        return repr(self)
+
+    def __repr__(self) -> str:
         over = "" if self.gather_over is None else f", gather_over={self.gather_over!r}"
         return f"Zero(axis={self.axis!r}, stage={self.stage}{over})"
 
