@@ -44,14 +44,15 @@ REDUCTIONS: tuple[CollectiveKind, ...] = ("all_reduce", "reduce_scatter")
 def bucket_collectives(program: Program) -> Program:
     """The program with fewer collectives."""
     where, program = _where(program), program.edited()
-    _view_last(program)
+    if _is_in_steps(program):
+        _view_last(program)
     sizes: dict[fx.Node, int] = {}  # bytes of each collective that a bucket may hold
     for node in program.calls:
         if node.target is not bucket and (parts := members(node)) and parts[0].args[0] != (MICROBATCH,):
             ends = program.local_type(parts[0].operand), program.local_type(node)
             sizes[node] = max(end.nbytes for end in ends if end is not None)
     reductions = _reductions(program, sizes, where)
-    for nodes, place in zip(reductions, _places(program, reductions), strict=True):
+    for nodes, place in reversed(_places(program, reductions)):  # the last step first, which lands behind
         if len(nodes) > 1:
             _join(program, nodes, place)
         elif place is not nodes[0]:
@@ -61,6 +62,11 @@ def bucket_collectives(program: Program) -> Program:
             move_before(gathers[0], node)
         _join(program, gathers, gathers[0])
     return program
+
+
+def _is_in_steps(program: Program) -> bool:
+    """Whether sums go over fast axes first, so that a bucket of them is read by another."""
+    return program.options.zero is not None and bool(program.options.zero.fast_axes)
 
 
 def _view_last(program: Program) -> None:
@@ -86,7 +92,7 @@ def _reductions(program: Program, sizes: Mapping[fx.Node, int], where: Mapping[f
     Reductions that run once for several backwards are not joined to one that runs in each.
     """
     backward, late, limit = set(split(program).backward), deferrable(program), program.options.bucket
-    contents = Contents(program)
+    contents, waits = Contents(program), _is_in_steps(program)
     keys: dict[fx.Node, object] = {}
     steps: dict[fx.Node, int] = {}  # a reduction of what was reduced over other axes is the second one of its sum
     total: Counter[object] = Counter()
@@ -109,25 +115,30 @@ def _reductions(program: Program, sizes: Mapping[fx.Node, int], where: Mapping[f
         return dict(ChainMap(found, *further))
 
     for node in program.graph.nodes:
-        if node not in keys:
+        if node not in keys or not waits:
             done += [open_.pop(key) for key in awaited(node.all_input_nodes)]
-        else:  # a further step of sums that wait in a bucket waits in another
+        if node in keys:  # a further step of sums that wait in a bucket waits in another
             open_.setdefault(keys[node], []).append(node)
             if sum(map(sizes.__getitem__, open_[keys[node]])) >= full[keys[node]]:
                 done += [open_.pop(key) for key in awaited([node])]
     return [*done, *open_.values()]
 
 
-def _places(program: Program, buckets: Sequence[list[fx.Node]]) -> list[fx.Node]:
-    """For each bucket the node after which all is there that it joins: the last of it, or of a bucket that it reads."""
+def _places(program: Program, buckets: Sequence[list[fx.Node]]) -> list[tuple[list[fx.Node], fx.Node]]:
+    """Each bucket with the node after which all is there that it joins: the last of it, or of a bucket that it reads.
+
+    A bucket comes after those that it reads.
+    """
     order = {node: i for i, node in enumerate(program.graph.nodes)}
     holder = {node: nodes for nodes in buckets for node in nodes}
 
-    def place(nodes: list[fx.Node]) -> fx.Node:
-        read = (holder[each] for node in nodes for each in node.all_input_nodes if each in holder)
-        return max([nodes[-1], *map(place, read)], key=order.__getitem__)
+    def place(nodes: list[fx.Node]) -> tuple[int, fx.Node]:
+        read = [place(holder[each]) for node in nodes for each in node.all_input_nodes if each in holder]
+        ends = [nodes[-1], *(end for _, end in read)]
+        return 1 + max((depth for depth, _ in read), default=0), max(ends, key=order.__getitem__)
 
-    return list(map(place, buckets))
+    found = sorted(((place(nodes), nodes) for nodes in buckets), key=lambda pair: pair[0][0])
+    return [(nodes, end) for (_, end), nodes in found]
 
 
 def _gathers(program: Program, sizes: Mapping[fx.Node, int], where: Mapping[fx.Node, Where]) -> list[list[fx.Node]]:

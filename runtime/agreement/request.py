@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from shardc.capture.model import state_names
 from shardc.capture.signature import Constant, Identity, Signature, TensorLeaf
 from shardc.language.mesh import Mesh
+from shardc.options import Zero
 
 _NUMBERS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 
@@ -94,6 +95,6 @@ def text_of(value: Any) -> str:
 def _fields_text(value: Any) -> str:
     """An object of our own by its fields, or as it prints."""
     names = getattr(value, "__dataclass_fields__", None)
-    if names is None:
+    if names is None or isinstance(value, Zero):  # which prints without addresses
         return repr(value)
     return f"{type(value).__name__}({', '.join(f'{name}={text_of(getattr(value, name))}' for name in names)})"

@@ -241,10 +241,11 @@ class Search:
         """ZeRO over one of the axes, and over all of them in two steps where some are within nodes."""
         names = tuple(axes)
         inside = tuple(name for name in names if self._is_inside(plan, name))
-        for stage in filter(None, stages):
-            yield from (Zero(name, stage) for name in names)  # type: ignore[arg-type]
-            if 0 < len(inside) < len(names):
-                yield Zero(names, stage, gather_over=inside if len(inside) > 1 else inside[0])  # type: ignore[arg-type]
+        chosen = [stage for stage in stages if stage]
+        yield from (Zero(name, stage) for name in names for stage in chosen)  # type: ignore[arg-type]
+        if 0 < len(inside) < len(names) and self.task.machine.between is not None:
+            over = inside if len(inside) > 1 else inside[0]
+            yield from (Zero(names, stage, gather_over=over) for stage in chosen)  # type: ignore[arg-type]
 
     def _is_inside(self, plan: Plan, name: str) -> bool:
         """Whether an axis has several ranks, all of them in one node."""
