@@ -56,7 +56,7 @@ class Zero:
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         if isinstance(self.stage, bool) or self.stage not in STAGES:
             raise OptionError("Zero", f"stage={self.stage!r}", "there is no such stage", "say 1, 2 or 3")
-        if self.gather_over is not None and set(self.axes) <= set(self.fast_axes):
+        if self.gather_over is not None and not self.slow_axes:
             problem, remedy = "no axis is left to gather over before", "name the axes on slow links too, as axis"
             raise OptionError(self._who, f"gather_over={self.gather_over!r}", problem, remedy)
 
@@ -69,6 +69,11 @@ class Zero:
     def fast_axes(self) -> tuple[str, ...]:
         """Those of ``gather_over``."""
         return _names(self.gather_over)
+
+    @property
+    def slow_axes(self) -> tuple[str, ...]:
+        """The others."""
+        return tuple(axis for axis in self.axes if axis not in self.fast_axes)
 
     @property
     def text(self) -> str:

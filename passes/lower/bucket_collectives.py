@@ -20,8 +20,8 @@ in the same part of their work; a weight that two stages read goes apart. Invari
 from __future__ import annotations
 
 import operator
-from collections import ChainMap, Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import fx
@@ -51,16 +51,11 @@ def bucket_collectives(program: Program) -> Program:
         if node.target is not bucket and (parts := members(node)) and parts[0].args[0] != (MICROBATCH,):
             ends = program.local_type(parts[0].operand), program.local_type(node)
             sizes[node] = max(end.nbytes for end in ends if end is not None)
-    reductions = _reductions(program, sizes, where)
-    for nodes, place in reversed(_places(program, reductions)):  # the last step first, which lands behind
-        if len(nodes) > 1:
-            _join(program, nodes, place)
-        elif place is not nodes[0]:
-            place.append(nodes[0])
+    _join_reductions(program, _reductions(program, sizes, where))
     for gathers in _gathers(program, sizes, where):
         for node in gathers[1:]:
             move_before(gathers[0], node)
-        _join(program, gathers, gathers[0])
+        _join(program, gathers, gathers[0], gathers[0])
     return program
 
 
@@ -87,9 +82,9 @@ def _where(program: Program) -> dict[fx.Node, Where]:
 
 
 def _reductions(program: Program, sizes: Mapping[fx.Node, int], where: Mapping[fx.Node, Where]) -> list[list[fx.Node]]:
-    """Buckets of small reductions, one or several, in each of which no node is read before the last one.
+    """Buckets of small reductions, in each of which no node is read before the last one; none reads a later bucket.
 
-    Reductions that run once for several backwards are not joined to one that runs in each.
+    A bucket may be of one. Reductions that run once for several backwards are not joined to one that runs in each.
     """
     backward, late, limit = set(split(program).backward), deferrable(program), program.options.bucket
     contents, waits = Contents(program), _is_in_steps(program)
@@ -99,7 +94,7 @@ def _reductions(program: Program, sizes: Mapping[fx.Node, int], where: Mapping[f
     for node, nbytes in sizes.items():
         part = members(node)[0]
         if part.kind in REDUCTIONS and nbytes < limit:
-            steps[node] = 1 + max(steps.get(each, 0) for each in node.all_input_nodes)
+            steps[node] = 1 + max(steps.get(each, 0) for each in node.all_input_nodes) if waits else 1
             key = _key(contents, node, part), where[node], part.args[1]
             keys[node] = *key, node in backward, node in late, steps[node]
             total[keys[node]] += nbytes
@@ -108,37 +103,40 @@ def _reductions(program: Program, sizes: Mapping[fx.Node, int], where: Mapping[f
     open_: dict[object, list[fx.Node]] = {}
     done: list[list[fx.Node]] = []
 
-    def awaited(read: Iterable[fx.Node]) -> dict[object, None]:
-        """The open buckets of what is read, and those that these read."""
-        found = dict.fromkeys(keys[node] for node in read if node in open_.get(keys.get(node), ()))
-        further = [awaited(node.all_input_nodes) for key in found for node in open_[key]]
-        return dict(ChainMap(found, *further))
+    def awaited(read: Iterable[fx.Node]) -> set[object]:
+        """The keys of the open buckets of what is read, and of those that these read."""
+        found = {keys[node] for node in read if node in open_.get(keys.get(node), ())}
+        return found.union(*(awaited(node.all_input_nodes) for key in found for node in open_[key]))
+
+    def close(read: Iterable[fx.Node]) -> None:
+        closed = awaited(read)
+        done.extend(open_.pop(key) for key in list(open_) if key in closed)
 
     for node in program.graph.nodes:
         if node not in keys or not waits:
-            done += [open_.pop(key) for key in awaited(node.all_input_nodes)]
-        if node in keys:  # a further step of sums that wait in a bucket waits in another
+            close(node.all_input_nodes)
+        if node in keys:
             open_.setdefault(keys[node], []).append(node)
             if sum(map(sizes.__getitem__, open_[keys[node]])) >= full[keys[node]]:
-                done += [open_.pop(key) for key in awaited([node])]
+                close([node])
     return [*done, *open_.values()]
 
 
-def _places(program: Program, buckets: Sequence[list[fx.Node]]) -> list[tuple[list[fx.Node], fx.Node]]:
-    """Each bucket with the node after which all is there that it joins: the last of it, or of a bucket that it reads.
-
-    A bucket comes after those that it reads.
-    """
+def _join_reductions(program: Program, buckets: Iterable[list[fx.Node]]) -> None:
+    """Join each bucket right behind the last of its nodes, or of those of a bucket that it reads."""
     order = {node: i for i, node in enumerate(program.graph.nodes)}
-    holder = {node: nodes for nodes in buckets for node in nodes}
-
-    def place(nodes: list[fx.Node]) -> tuple[int, fx.Node]:
-        read = [place(holder[each]) for node in nodes for each in node.all_input_nodes if each in holder]
-        ends = [nodes[-1], *(end for _, end in read)]
-        return 1 + max((depth for depth, _ in read), default=0), max(ends, key=order.__getitem__)
-
-    found = sorted(((place(nodes), nodes) for nodes in buckets), key=lambda pair: pair[0][0])
-    return [(nodes, end) for (_, end), nodes in found]
+    places: dict[fx.Node, fx.Node] = {}  # by each node of a bucket, the node behind which the bucket is put
+    ends: dict[fx.Node, fx.Node] = {}  # the last of the nodes that were put behind such a node
+    for nodes in buckets:
+        read = [places[each] for node in nodes for each in node.all_input_nodes if each in places]
+        place = max([nodes[-1], *read], key=order.__getitem__)
+        places.update(dict.fromkeys(nodes, place))
+        end = ends.get(place, place)
+        if len(nodes) > 1:
+            _join(program, nodes, nodes[-1], end)
+        elif place is not nodes[0]:
+            end.append(nodes[0])
+        ends[place] = nodes[-1]
 
 
 def _gathers(program: Program, sizes: Mapping[fx.Node, int], where: Mapping[fx.Node, Where]) -> list[list[fx.Node]]:
@@ -179,14 +177,14 @@ def _key(contents: Contents, node: fx.Node, part: Member) -> tuple[object, ...]:
     return part.kind, part.args[0], program.type(node).dtype, program.source(node).phase, *coded
 
 
-def _join(program: Program, nodes: list[fx.Node], place: fx.Node) -> None:
-    """One bucket for several nodes, right after another node; each of them picks its result."""
+def _join(program: Program, nodes: list[fx.Node], like: fx.Node, place: fx.Node) -> None:
+    """One bucket for several nodes, right after ``place``, with the source of ``like``; each picks its result."""
     parts = [members(node)[0] for node in nodes]
     args = (parts[0].kind, parts[0].args[0], tuple(part.args[1:] for part in parts))
     types = tuple(program.type(node) for node in nodes)
     name = f"{parts[0].kind}_{'_'.join(parts[0].args[0])}_bucket".replace(":", "_")
     with program.graph.inserting_after(place):
-        joined = program.insert(bucket, (*args, *(part.operand for part in parts)), types, place, name=name)
+        joined = program.insert(bucket, (*args, *(part.operand for part in parts)), types, like, name=name)
     program.set_sharding(joined, tuple(program.sharding(node) for node in nodes))
     program.set_origins(joined, tuple(program.origin(node) for node in nodes))
     program.set_causes(joined, tuple(cause for node in nodes for cause in program.causes(node)))

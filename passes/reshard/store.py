@@ -87,8 +87,9 @@ def stored_sharding(type_: TensorType, sharding: Sharding, axes: Axes) -> Shardi
 
 def halfway(type_: TensorType, stored: Sharding, zero: Zero) -> Sharding | None:
     """What is left of a stored sharding when it is gathered over the slow axes; None where no sharding says it."""
-    slow = {part.name for part in stored.cut_axes if part.name in zero.axes and part.name not in zero.fast_axes}
-    if not slow or slow >= {part.name for part in stored.cut_axes if part.name in zero.axes}:
+    cutting = {part.name for part in stored.cut_axes}
+    slow = cutting.intersection(zero.slow_axes)
+    if not slow or cutting.isdisjoint(zero.fast_axes):
         return None
     dims = list(stored.dims)
     for dim, (cut, size) in enumerate(zip(stored.dims, type_.shape, strict=True)):
@@ -214,9 +215,9 @@ class _Storer:
     def _add_within(self, node: fx.Node, between: Sharding) -> None:
         """Add up a gradient over the fast axes before the reshard that does so over the slow ones."""
         assert self.zero is not None
-        value, slow = operand(node), set(self.zero.axes) - set(self.zero.fast_axes)
+        value = operand(node)
         partial = self.program.sharding(value).partial
-        left = tuple((part, op) for part, op in partial if part.name in slow)
+        left = tuple((part, op) for part, op in partial if part.name in self.zero.slow_axes)
         if left and any(part.name in self.zero.fast_axes for part, _ in partial):
             with self.program.graph.inserting_before(node):
                 target = replace(between, partial=left)

@@ -239,10 +239,9 @@ class Search:
 
     def _zeros(self, plan: Plan, axes: Iterable[str], stages: Iterable[int]) -> Iterator[Zero]:
         """ZeRO over one of the axes, and over all of them in two steps where some are within nodes."""
-        names = tuple(axes)
-        inside = tuple(name for name in names if self._is_inside(plan, name))
-        chosen = [stage for stage in stages if stage]
+        names, chosen = tuple(axes), [stage for stage in stages if stage]
         yield from (Zero(name, stage) for name in names for stage in chosen)  # type: ignore[arg-type]
+        inside = tuple(name for name in names if self._is_inside(plan, name))
         if 0 < len(inside) < len(names) and self.task.machine.between is not None:
             over = inside if len(inside) > 1 else inside[0]
             yield from (Zero(names, stage, gather_over=over) for stage in chosen)  # type: ignore[arg-type]
@@ -250,8 +249,7 @@ class Search:
     def _is_inside(self, plan: Plan, name: str) -> bool:
         """Whether an axis has several ranks, all of them in one node."""
         mesh, machine = plan.stage_mesh, self.task.machine
-        is_slow = machine.between is not None and machine.link((name,), mesh) != machine.of_axis(name)
-        return mesh.axis_size(name) > 1 and not is_slow
+        return mesh.axis_size(name) > 1 and machine.link((name,), mesh) == machine.of_axis(name)
 
     def _with_all_cut(self, plan: Plan) -> list[Found]:
         """FSDP by annotation: every parameter cut over an axis of samples, where the plan cuts none otherwise."""

@@ -169,6 +169,20 @@ def test_buckets_of_both_steps_are_of_any_size(stage: Any, wire: dict[str, str |
         torch.testing.assert_close(gradients[name], parameter.grad, atol=2e-2 if wire else 1e-12, rtol=0)
 
 
+@pytest.mark.parametrize("zero", [Zero(**FAST), Zero("gpu", 3)], ids=["in two steps", "in one"])
+@pytest.mark.parametrize("names", ["gpu dp node", "dp gpu node", "gpu node dp", "node gpu dp"])
+def test_sums_over_axes_of_three_kinds_come_in_their_order(names: str, zero: Zero) -> None:
+    sizes = {"gpu": 2, "dp": 2, "node": 3}
+    torch.manual_seed(0)
+    model, x = Tower(8, 24).double(), torch.randn(24, 8).double()
+    annotations = {"x": P(("node", "gpu", "dp")), "blocks.0.0.weight": P("node")}
+    mesh = Mesh(**{name: sizes[name] for name in names.split()})
+    _, gradients = shardc.compile(model, mesh, annotations, args=(x,), zero=zero).simulate(x)
+    model(x).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-12, rtol=0)
+
+
 def test_an_axis_of_gather_over_cuts_too_and_a_pipeline_gathers_once() -> None:
     short = compile_tower(zero=Zero("node", 3, gather_over="gpu"))
     assert str(short.shardings) == str(compile_tower(zero=Zero(**FAST)).shardings)

@@ -230,7 +230,7 @@ class Change:
         for call in self.removed_calls:
             parts.append(f"take out of the model shardc.{call.replace('annotate(', 'annotate(..., ')}")
         if self.is_zero:
-            parts.append(f"say zero={self.zero.text}" if self.zero else "leave zero= out")
+            parts.append(f"say zero={self.zero!r}" if self.zero else "leave zero= out")
         if self.pipeline_fields:
             parts.append(f"say {', '.join(f'{name}={each!r}' for name, each in self.pipeline_fields)} in pipeline=")
         if self.mesh:
@@ -245,7 +245,7 @@ class Change:
             return "; ".join([*mesh, *[f"pipeline = Pipeline({settings})"] * bool(self.pipeline_fields)])
         after_edits = self.annotations_after(annotations).items()
         entries = ", ".join(f"{pattern!r}: {spec!r}" for pattern, spec in after_edits)
-        return f"annotations = {{{entries}}}" + (f", zero={self.zero and self.zero.text}" if self.is_zero else "")
+        return f"annotations = {{{entries}}}" + (f", zero={self.zero!r}" if self.is_zero else "")
 
     def flags(self, annotations: Mapping[str, P], pipeline: Pipeline | None, replaces: bool) -> str:
         """As one types it on the command line.
