@@ -38,10 +38,11 @@ class Zero:
     again once the optimizer has written the parameters. Stages 2 and 3 reduce_scatter each gradient where it is
     computed; stage 1 once a step, after the last backward.
 
-    ``gather_over``: of several axes those on fast links. What is sent goes in two steps, over the other axes as few
-    bytes as can be: these gather a rank's piece first, and are the last to add up a gradient. Stage 3 saves the piece
-    that they gathered for backward, which then gathers over the fast axes alone. An axis that is named here alone cuts
-    what is stored too. A parameter of which no dim is a multiple of all these ranks goes in one step.
+    ``gather_over``: the axes on fast links, where others are on slow links. A parameter is then gathered in two steps:
+    over the slow axes, which gives each rank a piece of it, and over the fast axes. Stage 3 keeps the piece until
+    backward, which gathers over the fast axes alone. A gradient is reduced over the fast axes first, so that the slow
+    axes carry a piece of it. An axis that only ``gather_over`` names cuts what is stored too. A parameter is gathered
+    and reduced in one step if none of its dims is a multiple of the number of ranks along all these axes.
 
     Sources: ZeRO, Rajbhandari et al. 2020; hpZ and qgZ of ZeRO++, Wang et al. 2023.
     """
@@ -67,12 +68,12 @@ class Zero:
 
     @property
     def fast_axes(self) -> tuple[str, ...]:
-        """Those of ``gather_over``."""
+        """The axes of ``gather_over``."""
         return _names(self.gather_over)
 
     @property
     def slow_axes(self) -> tuple[str, ...]:
-        """The others."""
+        """The axes that are not in ``gather_over``."""
         return tuple(axis for axis in self.axes if axis not in self.fast_axes)
 
     @property

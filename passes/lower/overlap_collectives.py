@@ -103,7 +103,7 @@ def _first_readers(program: Program) -> dict[fx.Node, fx.Node]:
 
 
 def _reader_in_the_end(readers: Mapping[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
-    """The first reader of what is gathered, behind further gathers of it."""
+    """The first call that computes with what a node gathers, after further gathers of it."""
     further = {each for each in gathered_again(node) if each in readers}
     if not further:
         return readers[node]

@@ -86,7 +86,10 @@ def stored_sharding(type_: TensorType, sharding: Sharding, axes: Axes) -> Shardi
 
 
 def halfway(type_: TensorType, stored: Sharding, zero: Zero) -> Sharding | None:
-    """What is left of a stored sharding when it is gathered over the slow axes; None where no sharding says it."""
+    """The sharding of a stored parameter that was gathered over the slow axes.
+
+    None where slow axes alone cut it, or fast axes alone, or where slow axes cut a dim unevenly.
+    """
     cutting = {part.name for part in stored.cut_axes}
     slow = cutting.intersection(zero.slow_axes)
     if not slow or cutting.isdisjoint(zero.fast_axes):

@@ -221,7 +221,7 @@ def is_gathered_early(node: fx.Node) -> bool:
 
 
 def gathered_again(node: fx.Node) -> list[fx.Node]:
-    """The gathers over further axes of what an early gather has gathered: ZeRO has some where axes are fast."""
+    """The gathers that take the results of an early gather and gather them over further axes."""
     return list(filter(_gathers, final_readers(node))) if is_early(node) else []
 
 
