@@ -292,7 +292,11 @@ class Search:
                 others.append(replace(axis, is_by_rows=not axis.is_by_rows))
             if axis.cuts_positions:
                 others.append(replace(axis, in_zigzag=not axis.in_zigzag))
-            yield from (self._with_axis(plan, i, other) for other in others)
+            for other in others:
+                changed = self._with_axis(plan, i, other)
+                yield changed
+                if plan.zero is None and axis.cuts - other.cuts and 3 in self.task.stages:  # stored in pieces anyway
+                    yield replace(changed, zero=Zero(changed.axes[i].name, 3))
         zeros = self._zeros(plan, [axis.name for axis in plan.axes], self.task.stages)
         yield from (replace(plan, zero=zero) for zero in (None, *zeros))
 
