@@ -21,15 +21,20 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import torch
 import torch.distributed as dist
+from gpt import DATA
 from ours import PLANS, Plan
 from trainer import SIZES, Job, Trainer, batches, new_model
 
-from shardc import Mesh, Pipeline
+from shardc import Mesh, Pipeline, Zero
 from shardc.runtime.comm.distributed import start_job
 
 SIZE, STEPS, VIRTUAL_RANKS = SIZES["tiny"], 3, 4
 OFFLOADING = Plan("pp", {}, {"pipeline": Pipeline(microbatches=8, schedule="zb-v", offload=True)})
-OWN_PLANS = {**PLANS, "shardc zb-v, offloaded": OFFLOADING}
+CODED = {
+    f"shardc zero3 {codec}": Plan("dp", DATA, {"zero": Zero("dp", 3), "wire": {"dp": codec}})
+    for codec in ("fp16", "fp8", "int8", "int4")
+}
+OWN_PLANS = {**PLANS, "shardc zb-v, offloaded": OFFLOADING, **CODED}
 
 
 class VirtualJob(Job):
@@ -58,7 +63,7 @@ def main() -> int:
     for name, plan in OWN_PLANS.items():
         if options.only not in name or (ranks == 1 and "inductor" in name):
             continue
-        distance, bound = difference(name, plan, job), 5e-3 if "bf16" in name else 1e-4
+        distance, bound = difference(name, plan, job), 5e-3 if "bf16" in name or name in CODED else 1e-4
         wrong += [name] if distance > bound else []
         if dist.get_rank() == 0:
             print(f"{name}: losses differ by {distance:.1e} of at most {bound:.0e}", flush=True)

@@ -58,7 +58,8 @@ class Offload:
 
         def move(value: Tensor) -> Tensor | OnHost:
             address = value.untyped_storage().data_ptr()
-            if address in self.fixed or not value.untyped_storage().nbytes():
+            is_elsewhere = value.device.type != self.host.device.type  # a seed or a count of steps, on the CPU
+            if is_elsewhere or address in self.fixed or not value.untyped_storage().nbytes():
                 return value
             if address not in on_host:
                 on_host[address] = self.host.copy_out(_memory_of(value))

@@ -1,0 +1,14 @@
+"""The options of compile and parallelize, one a file; and checks of their arguments."""
+
+from .arguments import check_call, check_draw, check_maker, check_model, check_tangents, check_values
+from .options import ADAM, ATTENTIONS, AUTO, BUCKET, GATHER, KINDS, OPTIMIZERS, RING, ULYSSES, Options
+from .pipeline import BALANCES, SCHEDULES, Balance, Pipeline
+from .precision import Precision
+from .remat import Remat
+from .zero import STAGES, Zero
+
+__all__ = [
+    "ADAM", "ATTENTIONS", "AUTO", "BALANCES", "BUCKET", "GATHER", "KINDS", "OPTIMIZERS", "RING", "SCHEDULES", "STAGES",
+    "ULYSSES", "Balance", "Options", "Pipeline", "Precision", "Remat", "Zero", "check_call", "check_draw",
+    "check_maker", "check_model", "check_tangents", "check_values",
+]  # fmt: skip

@@ -1,0 +1,97 @@
+"""All options of a compilation, and their checks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shardc.language.errors import OptionError, did_you_mean
+from shardc.language.machine import Machine
+from shardc.language.mesh import Mesh
+from shardc.wire import Wire, check_wire
+
+from .pipeline import Pipeline
+from .precision import Precision
+from .remat import Remat
+from .zero import STAGES, Zero
+
+BUCKET = 25 * 2**20  # bytes, as many as DDP's
+ADAM = "adam"
+OPTIMIZERS = {ADAM: 2, "adamw": 2, "momentum": 1, "sgd": 0}  # states of each parameter, of its shape and dtype
+AUTO, RING, ULYSSES, GATHER = "auto", "ring", "ulysses", "gather"
+ATTENTIONS = (AUTO, RING, ULYSSES, GATHER)  # ways to compute attention whose positions are cut
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options of a compilation, beside mesh and annotations.
+
+    ``bucket``: bytes of a rank in one bucket of collectives that are sent together; 1 sends each alone. Packing takes
+    memory of less than twice as many bytes. ``machine``: the one that times are estimated for. ``optimizer``: one of
+    ``OPTIMIZERS``, whose states count as memory and whose step counts as time. ``attention``: how it is computed where
+    positions are cut, one of ``ATTENTIONS``. ``wire``: the codecs of what is sent, as ``shardc/wire.py`` has them.
+    """
+
+    zero: Zero | None = None
+    precision: Precision | None = None
+    remat: Remat | None = None
+    bucket: int = BUCKET
+    pipeline: Pipeline | None = None
+    machine: Machine = field(default_factory=Machine)
+    optimizer: str = ADAM
+    attention: str = AUTO
+    wire: Wire | None = field(default=None, hash=False)
+
+    @property
+    def optimizer_states(self) -> int:
+        """The tensors that the optimizer keeps for each parameter, of its shape and dtype."""
+        return OPTIMIZERS[self.optimizer]
+
+    def stage_mesh(self, mesh: Mesh) -> Mesh:
+        """The mesh of annotations: with a pipeline the ranks of one stage, else all of them."""
+        return self.pipeline.stage_mesh(mesh) if self.pipeline else mesh
+
+    def compute_mesh(self, mesh: Mesh) -> Mesh:
+        """The mesh of the program: with a pipeline the ranks of one stage and an axis of microbatches, else all."""
+        return self.pipeline.compute_mesh(mesh) if self.pipeline else mesh
+
+    def check(self, mesh: Mesh) -> None:
+        """Raise an OptionError for an option that has a wrong type or does not fit the mesh."""
+        self.check_kinds()
+        for option in (self.zero, self.pipeline, self.machine):
+            if option is not None:
+                option.check(mesh)
+        if self.wire is not None:
+            check_wire(self.wire, mesh)
+        if self.zero and self.pipeline and self.pipeline.axis in self.zero.axes:
+            what, problem = f"with Pipeline({self.pipeline.axis!r})", "a parameter is held by the ranks of one stage"
+            raise OptionError(f"Zero({self.zero.axis!r})", what, problem, "name another axis in one of them")
+
+    def check_kinds(self) -> None:
+        """Raise an OptionError for an option that has a wrong type."""
+        for name, (expected, example) in KINDS.items():
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, expected):
+                problem = f"it is no shardc.{expected.__name__}"
+                is_stage = name == "zero" and type(value) is int and value in STAGES
+                example = f"Zero('dp', stage={value})" if is_stage else example
+                raise OptionError(f"option {name}", f"{name}={value!r}", problem, f"say {name}=shardc.{example}")
+        if type(self.bucket) is not int or self.bucket < 1:
+            what, remedy = f"bucket={self.bucket!r}", f"say 1 to let each go alone, or {BUCKET} as it is by default"
+            raise OptionError("option bucket", what, "it counts the bytes of collectives that go together", remedy)
+        if self.optimizer not in OPTIMIZERS:
+            remedy = did_you_mean(str(self.optimizer), OPTIMIZERS) or f"say one of {', '.join(OPTIMIZERS)}"
+            what, problem = f"optimizer={self.optimizer!r}", "its states are not known"
+            raise OptionError("option optimizer", what, problem, remedy)
+        if self.attention not in ATTENTIONS:
+            remedy = did_you_mean(str(self.attention), ATTENTIONS) or f"say one of {', '.join(ATTENTIONS)}"
+            what, problem = f"attention={self.attention!r}", "there is no such way to compute it"
+            raise OptionError("option attention", what, problem, remedy)
+
+
+KINDS: Mapping[str, tuple[type, str]] = {  # of options, each with an example
+    "zero": (Zero, "Zero('dp', stage=3)"),
+    "precision": (Precision, "Precision(compute=torch.bfloat16)"),
+    "remat": (Remat, "Remat('blocks.*')"),
+    "pipeline": (Pipeline, "Pipeline('pp', microbatches=8)"),
+}

@@ -1,0 +1,98 @@
+"""ZeRO: parameters, gradients and optimizer states cut over data parallel axes between uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from shardc.language.errors import OptionError
+from shardc.language.mesh import Mesh
+
+from .axis import check_axis
+
+STAGES = (1, 2, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Zero:
+    """Between uses every parameter, its gradient and its optimizer state are cut over one more mesh axis, or several.
+
+    ``stage`` 3 gathers a parameter where it is used and frees it after, in backward once more; each stage of a Pipeline
+    gathers it once a step, for all microbatches. Stages 1 and 2 keep one gathered copy between steps, which is gathered
+    again once the optimizer has written the parameters. Stages 2 and 3 reduce_scatter each gradient where it is
+    computed; stage 1 once a step, after the last backward.
+
+    ``gather_over``: the axes on fast links, where others are on slow links. A parameter is then gathered in two steps:
+    over the slow axes, which gives each rank a piece of it, and over the fast axes. Stage 3 keeps the piece until
+    backward, which gathers over the fast axes alone. A gradient is reduced over the fast axes first, so that the slow
+    axes carry a piece of it. An axis that only ``gather_over`` names cuts what is stored too. A parameter is gathered
+    and reduced in one step if none of its dims is a multiple of the number of ranks along all these axes.
+
+    Sources: ZeRO, Rajbhandari et al. 2020; hpZ and qgZ of ZeRO++, Wang et al. 2023.
+    """
+
+    axis: str | tuple[str, ...] = "dp"
+    stage: Literal[1, 2, 3] = 3
+    gather_over: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("axis", "gather_over"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        if isinstance(self.stage, bool) or self.stage not in STAGES:
+            raise OptionError("Zero", f"stage={self.stage!r}", "there is no such stage", "say 1, 2 or 3")
+        if self.gather_over is not None and not self.slow_axes:
+            problem, remedy = "no axis is left to gather over before", "name the axes on slow links too, as axis"
+            raise OptionError(self._who, f"gather_over={self.gather_over!r}", problem, remedy)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Every axis that cuts what is stored."""
+        return tuple(dict.fromkeys((*_names(self.axis), *self.fast_axes)))
+
+    @property
+    def fast_axes(self) -> tuple[str, ...]:
+        """The axes of ``gather_over``."""
+        return _names(self.gather_over)
+
+    @property
+    def slow_axes(self) -> tuple[str, ...]:
+        """The axes that are not in ``gather_over``."""
+        return tuple(axis for axis in self.axes if axis not in self.fast_axes)
+
+    @property
+    def text(self) -> str:
+        """The option as Python code."""
+        return repr(self)
+
+    def __repr__(self) -> str:
+        over = "" if self.gather_over is None else f", gather_over={self.gather_over!r}"
+        return f"Zero(axis={self.axis!r}, stage={self.stage}{over})"
+
+    @property
+    def flag(self) -> str:
+        """The option as one types it on the command line: ``dp=3``, or ``dp+node=3,gather_over=node``."""
+        over = f",gather_over={'+'.join(self.fast_axes)}" if self.fast_axes else ""
+        return f"{'+'.join(self.axes)}={self.stage}{over}"
+
+    def renamed(self, names: Mapping[str, str]) -> Zero:
+        """The same over axes of other names."""
+
+        def rename(axes: Any) -> Any:
+            return names[axes] if isinstance(axes, str) else axes and tuple(map(names.__getitem__, axes))
+
+        return replace(self, axis=rename(self.axis), gather_over=rename(self.gather_over))
+
+    @property
+    def _who(self) -> str:
+        return f"Zero({self.axis!r})"
+
+    def check(self, mesh: Mesh) -> None:
+        """Raise an OptionError where the mesh has no such axis."""
+        for axis in self.axes or (self.axis,):
+            check_axis(self._who, axis, mesh)  # type: ignore[arg-type]
+
+
+def _names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return axes if isinstance(axes, tuple) else () if axes is None else (axes,)
