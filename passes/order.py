@@ -34,6 +34,7 @@ from .canonicalize.cut_stages import cut_stages
 from .canonicalize.keep_dims import keep_dims
 from .decompose.decompose import decompose
 from .lower.bucket_collectives import bucket_collectives
+from .lower.cut_saved import cut_saved
 from .lower.encode_collectives import encode_collectives
 from .lower.fuse_collectives import fuse_collectives
 from .lower.localize import localize
@@ -71,6 +72,7 @@ PASSES: tuple[Pass, ...] = (
     fuse_collectives,  # fewer and cheaper collectives
     mask_padding,  # where a dim is cut unevenly, ops do not see what is beyond its end
     rematerialize,  # what is saved for backward, and what backward computes again
+    cut_saved,  # over which axes, beyond those of forward
     bucket_collectives,  # several collectives as one
     encode_collectives,  # codes in place of values, where the user wants that
     overlap_collectives,  # work between a collective and its first reader

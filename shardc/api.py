@@ -30,6 +30,7 @@ from shardc.options import (
     Pipeline,
     Precision,
     Remat,
+    Saved,
     Zero,
     check_call,
     check_draw,
@@ -223,6 +224,7 @@ def compile(
     optimizer: str = ADAM,
     attention: str = AUTO,
     wire: Wire | None = None,
+    saved: Saved | None = None,
     fixed: tuple[Pin, ...] = (),
     strict: bool = False,
     cache: str | os.PathLike[str] | None = None,
@@ -255,6 +257,9 @@ def compile(
             ``"fp8"``, ``"int8"`` or ``"int4"`` by axis, by what is sent (``gradients``, ``parameters``,
             ``activations``), by a glob over modules and parameters, or by several of these. The key with most words
             counts, of several the last, and None sends values as they are. Sums are made in float32.
+        saved: the axes by which values are cut while they are saved for backward, by a glob over the modules that make
+            or read them, ``{"blocks.*": "tp"}``. Ranks that would all save a value save a piece each, and backward
+            gathers the pieces. The dim is the first that the axes divide; ``P(None, "tp")`` names one.
         fixed: shardings that are settled already and stand above annotations.
         strict: a ShardingError for every op that has no rule and every gather that no annotation asks for.
         cache: a folder in which what passes make of a captured model is kept, for later processes. It may be shared;
@@ -276,7 +281,7 @@ def compile(
         (<all_reduce_tp: all_reduce over tp, forward, 48 bytes sent>,)
     """
     described, machine = Mesh.of(mesh), machine_of(links)
-    options = Options(zero, precision, remat, bucket, pipeline, machine, optimizer, attention, wire)
+    options = Options(zero, precision, remat, bucket, pipeline, machine, optimizer, attention, wire, saved)
     request = Request(described, annotations or {}, args, kwargs or {}, train, differentiable, options, fixed, strict)
     kept = Cache(Path(cache)) if isinstance(cache, (str, os.PathLike)) else cache
     return _compiled(model, request, cache=kept)
@@ -348,6 +353,7 @@ def parallelize(
     optimizer: str = ADAM,
     attention: str = AUTO,
     wire: Wire | None = None,
+    saved: Saved | None = None,
     strict: bool = False,
     initial: Literal["broadcast", "check", "trust"] = "broadcast",
     check: Literal["first", "always", "never"] = "always",
@@ -405,13 +411,15 @@ def parallelize(
     asked: dict[str, Any] = {
         "annotations": annotations, "differentiable": differentiable, "zero": zero, "pipeline": pipeline,
         "precision": precision, "remat": remat, "bucket": bucket, "links": links, "optimizer": optimizer,
-        "attention": attention, "wire": wire, "strict": strict,
+        "attention": attention, "wire": wire, "saved": saved, "strict": strict,
     }  # fmt: skip
     with making_together(mesh, runtime, model, {**asked, "cache": cache is not None}) as meeting:
         check_model(model)
         check_annotations(annotations or {})
         check_draw(seed, 0)
-        options = Options(zero, precision, remat, bucket, pipeline, machine_of(links), optimizer, attention, wire)
+        options = Options(
+            zero, precision, remat, bucket, pipeline, machine_of(links), optimizer, attention, wire, saved
+        )
         check_call(args, kwargs, True, differentiable, strict)
         kept = None if cache is None else Cache(Path(cache), None if meeting is None else meeting.agreement)
         compile_fn = partial(_compile_call, mesh=mesh, cache=kept, **asked)

@@ -28,6 +28,8 @@ from shardc.program.node import is_getitem
 from shardc.program.program import Program, Value
 from shardc.program.stages import StageAssignment, ValueKinds, stages_of
 
+from .cut_saved import cut_saved, pieces_of
+
 FLOPS_PER_BYTE = 64  # between a CPU's, about 10, and a GPU's, about 150: products and attention are saved first
 WIRE = 16  # bytes of memory that are moved in the time of one on the wire
 SLANT = 0.1  # how much dearer the first byte saved is than the last: it is held longest, and like blocks differ
@@ -92,7 +94,7 @@ def _too_little(remat: Remat, whole: int, least: int) -> OptionError:
 
 def _saved_bytes(program: Program) -> list[int]:
     """Bytes that each rank saves, as ``memory`` counts them."""
-    return [bytes_of(ledger.saved) for ledger in ledgers_of(program)]
+    return [bytes_of(ledger.saved) for ledger in ledgers_of(cut_saved(program))]
 
 
 def _without_max_memory(program: Program) -> Program:
@@ -158,7 +160,8 @@ class Chooser:
     """The values of one share of a program that are saved, for any price of a byte.
 
     Values are those that own their bytes (``owners``); their views cost nothing. ``read``: those that backward reads.
-    ``results``: what each call of forward makes of its own. ``held``: values that are saved at any price.
+    ``results``: what each call of forward makes of its own. ``held``: values that are saved at any price. ``pieces``:
+    the bytes of those of which a rank saves a piece.
     """
 
     def __init__(
@@ -178,6 +181,7 @@ class Chooser:
         self.fixed |= {node for node in self.results if node in share.fixed}
         self.costs = {node: 0 if node in twins else self._cost(node) for node in self.results}
         self.held: Collection[Value] = ()
+        self.pieces = pieces_of(program, share.forward)
 
     def within(self, budget: int) -> set[Value]:
         """The values to save, at the least cost within the budget; the fewest bytes possible where that is more."""
@@ -290,7 +294,8 @@ class Chooser:
 
     def _nbytes(self, value: Value) -> int:
         """Bytes to save a value: of all microbatches under way, 0 if the program returns it."""
-        return 0 if value in self.free else self._size(value) * self.times.get(value[0], 1)
+        size = self.pieces.get(value) or self._size(value)
+        return 0 if value in self.free else size * self.times.get(value[0], 1)
 
     def _size(self, value: Value) -> int:
         type_ = self.program.local_type(*value)

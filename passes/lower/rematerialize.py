@@ -14,7 +14,6 @@ was.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 from torch import fx
@@ -28,6 +27,7 @@ from shardc.program.program import Program, Value
 from shardc.program.stages import ValueKinds
 
 from .choose_saved import Choose, within_budget
+from .make_again import enclosing, make_again
 
 
 def rematerialize(program: Program) -> Program:
@@ -50,28 +50,7 @@ def _recomputing(program: Program, choose: Choose) -> Program:
         timed = ValueKinds(program).timed
         unsaved = {value for value in unsaved if value[0] in timed}
     unsaved |= {program.value(node) for node in twins}
-    order = {node: i for i, node in enumerate(program.graph.nodes)}
-    copies: dict[fx.Node, fx.Node] = {}  # for a call of forward, the one that stands for it in backward
-    forward = set(parts.forward)
-    for reader in parts.backward:
-
-        def missing(node: fx.Node) -> Iterator[fx.Node]:
-            """The operands that must be computed again before a call, and are not yet."""
-            for value in node.all_input_nodes:
-                if value in forward and value not in copies and (is_getitem(node) or program.value(value) in unsaved):
-                    yield value
-
-        for node in sorted(reached([reader], missing) - {reader}, key=order.__getitem__):
-            twin = twins.get(node)
-            if twin is None:
-                with program.graph.inserting_before(reader):
-                    twin = program.repeat(node, copies)
-            elif order[twin] > order[reader]:
-                reader.prepend(twin)
-            copies[node] = twin
-        for value in reader.all_input_nodes:
-            if value in copies and program.value(value) in unsaved:
-                reader.replace_input_with(value, copies[value])
+    make_again(program, parts.backward, unsaved, twins)
     return program
 
 
@@ -95,7 +74,7 @@ def _in_blocks(program: Program, parts: Parts, remat: Remat) -> set[Value]:
     chosen = blocks_of(program, parts, remat)
     block: dict[fx.Node, str] = {}
     for node in parts.forward:
-        block[node] = next((path for path in _enclosing(program.source(node).module) if path in chosen), "")
+        block[node] = next((path for path in enclosing(program.source(node).module) if path in chosen), "")
     home = {node: (block[node], program.source(node).stage) for node in parts.forward}
     inside = {(node, i) for node in parts.forward if block[node] for i in range(len(program.types(node)))}
     sent = [node for node in parts.forward if is_collective(node) and (not remat.collectives or gathered_again(node))]
@@ -109,9 +88,9 @@ def _in_blocks(program: Program, parts: Parts, remat: Remat) -> set[Value]:
 def blocks_of(program: Program, parts: Parts, remat: Remat) -> set[str]:
     """The paths of the modules whose inside is computed again. OptionError where the glob matches none."""
     modules = (program.source(node).module for node in parts.forward)
-    paths = dict.fromkeys(path for module in modules for path in reversed(list(_enclosing(module))))
+    paths = dict.fromkeys(path for module in modules for path in reversed(list(enclosing(module))))
     matched = [path for path in paths if fnmatchcase(path, remat.blocks)]
-    outermost = [path for path in matched if not any(above in matched for above in list(_enclosing(path))[1:])]
+    outermost = [path for path in matched if not any(above in matched for above in list(enclosing(path))[1:])]
     if not outermost:
         raise OptionError(
             f"Remat(blocks={remat.blocks!r})",
@@ -120,10 +99,3 @@ def blocks_of(program: Program, parts: Parts, remat: Remat) -> set[str]:
             did_you_mean(remat.blocks, paths) or f"use one of {', '.join(list(paths)[:8])}",
         )
     return set(outermost[:: remat.every])
-
-
-def _enclosing(module: str) -> Iterator[str]:
-    """A module's path, and those of the modules that hold it, the model apart."""
-    while module:
-        yield module
-        module = module.rpartition(".")[0]

@@ -89,6 +89,10 @@ def add_mesh_options(parser: Parser, is_required: bool = True) -> None:
         help="recompute in backward the activations inside modules, h.*, or as many as needed to save at most so many "
         "bytes on a rank",
     )  # fmt: skip
+    parser.add_argument(
+        "--saved", metavar="GLOB=AXES[,GLOB=AXES]...", type=_saved,
+        help="cut over axes what modules save for backward, which gathers it: 'h.*=tp'",
+    )  # fmt: skip
     help_ = "size of buckets of collectives (25 MiB)"
     parser.add_argument("--bucket", metavar="BYTES", type=count, default=BUCKET, help=help_)
     _add_optimizer(parser)
@@ -321,6 +325,17 @@ def _wire(text: str) -> dict[str, str | None]:
         if not (key.strip() and equals and codec.strip()):
             raise unreadable(text, "an entry reads KEY=CODEC", "say dp=int8", repr(entry))
         found[key.strip()] = None if codec.strip() == "none" else codec.strip()
+    return found
+
+
+def _saved(text: str) -> dict[str, str | tuple[str, ...]]:
+    """The axes by glob: ``h.*=tp,head=tp+dp``."""
+    found: dict[str, str | tuple[str, ...]] = {}
+    for entry in text.split(","):
+        glob, equals, axes = entry.partition("=")
+        if not (glob and equals and all(axes.split("+"))):
+            raise unreadable(text, "an entry reads GLOB=AXES", "say 'h.*=tp'", repr(entry))
+        found[glob] = tuple(axes.split("+")) if "+" in axes else axes
     return found
 
 

@@ -5,10 +5,11 @@ from .options import ADAM, ATTENTIONS, AUTO, BUCKET, GATHER, KINDS, OPTIMIZERS, 
 from .pipeline import BALANCES, SCHEDULES, Balance, Pipeline
 from .precision import Precision
 from .remat import Remat
+from .saved import Saved
 from .zero import STAGES, Zero
 
 __all__ = [
     "ADAM", "ATTENTIONS", "AUTO", "BALANCES", "BUCKET", "GATHER", "KINDS", "OPTIMIZERS", "RING", "SCHEDULES", "STAGES",
-    "ULYSSES", "Balance", "Options", "Pipeline", "Precision", "Remat", "Zero", "check_call", "check_draw",
+    "ULYSSES", "Balance", "Options", "Pipeline", "Precision", "Remat", "Saved", "Zero", "check_call", "check_draw",
     "check_maker", "check_model", "check_tangents", "check_values",
 ]  # fmt: skip

@@ -13,6 +13,7 @@ from shardc.wire import Wire, check_wire
 from .pipeline import Pipeline
 from .precision import Precision
 from .remat import Remat
+from .saved import Saved, check_saved
 from .zero import STAGES, Zero
 
 BUCKET = 25 * 2**20  # bytes, as many as DDP's
@@ -30,6 +31,7 @@ class Options:
     memory of less than twice as many bytes. ``machine``: the one that times are estimated for. ``optimizer``: one of
     ``OPTIMIZERS``, whose states count as memory and whose step counts as time. ``attention``: how it is computed where
     positions are cut, one of ``ATTENTIONS``. ``wire``: the codecs of what is sent, as ``shardc/wire.py`` has them.
+    ``saved``: the axes that cut values while they are saved for backward.
     """
 
     zero: Zero | None = None
@@ -41,6 +43,7 @@ class Options:
     optimizer: str = ADAM
     attention: str = AUTO
     wire: Wire | None = field(default=None, hash=False)
+    saved: Saved | None = field(default=None, hash=False)
 
     @property
     def optimizer_states(self) -> int:
@@ -63,6 +66,8 @@ class Options:
                 option.check(mesh)
         if self.wire is not None:
             check_wire(self.wire, mesh)
+        if self.saved is not None:
+            check_saved(self.saved, self.stage_mesh(mesh))
         if self.zero and self.pipeline and self.pipeline.axis in self.zero.axes:
             what, problem = f"with Pipeline({self.pipeline.axis!r})", "a parameter is held by the ranks of one stage"
             raise OptionError(f"Zero({self.zero.axis!r})", what, problem, "name another axis in one of them")

@@ -35,6 +35,11 @@ def shard_slice(x: Any, axes: tuple[str, ...], dim: int) -> Any:
     return x
 
 
+def saved_slice(x: Any, axes: tuple[str, ...], dim: int) -> Any:
+    """``shard_slice``, in forward, of what backward reads: it is saved in place of ``x``, and gathered in backward."""
+    return x
+
+
 def all_reduce(x: Any, axes: tuple[str, ...], op: str) -> Any:
     """Complete the partial reduction over ``axes``."""
     return x
@@ -82,6 +87,7 @@ def reshard(x: Any) -> Any:
 
 COLLECTIVES: dict[Callable[..., Any], CollectiveKind] = {
     all_gather: "all_gather",
+    saved_slice: "shard_slice",
     shard_slice: "shard_slice",
     all_reduce: "all_reduce",
     reduce_scatter: "reduce_scatter",

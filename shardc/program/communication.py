@@ -28,6 +28,7 @@ from shardc.program.collective import (
     group_size,
     payload_numel,
     rechunked_numel,
+    saved_slice,
     wire_bytes,
     wire_bytes_total,
 )
@@ -242,7 +243,7 @@ def chain(node: fx.Node, most: int = MAX_CHAIN, gathers: int = MAX_GATHERS - 1) 
 
     Those of an earlier gather and those from several inputs to their codes count apart.
     """
-    if node.op == "placeholder":
+    if node.op == "placeholder" or node.target is saved_slice:
         return []
     if node.op != "call_function":
         return None

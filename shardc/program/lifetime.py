@@ -16,7 +16,7 @@ from shardc.ops.attention.rules import RINGS
 from shardc.ops.contraction import dot
 from shardc.ops.index import MAKE_NEW, lookup_rows, scatter_rows
 from shardc.program.coding.nodes import CODINGS, is_decode
-from shardc.program.collective import COLLECTIVES, EXCHANGES, collective_kind, group_size, reshard
+from shardc.program.collective import COLLECTIVES, EXCHANGES, collective_kind, group_size, reshard, saved_slice
 from shardc.program.communication import bucket
 from shardc.program.inference import Layout, Layouts, result_layouts
 from shardc.program.node import ancestors, is_annotation, is_getitem, operand, takes_device
@@ -46,8 +46,8 @@ def is_row_of_kept(program: Program, name: str, stored: fx.Node, kept: fx.Node) 
 class Parts:
     """A program's calls in the order in which they run.
 
-    ``update``: those that ``computed`` results need; ``forward``: the further ones that outputs and buffers need;
-    ``backward``: all others. A getitem is in the part of its producer.
+    ``update``: those that ``computed`` results need; ``forward``: the further ones that outputs and buffers need, and
+    pieces that are saved; ``backward``: all others. A getitem is in the part of its producer.
     """
 
     update: tuple[fx.Node, ...]
@@ -66,7 +66,10 @@ def split(program: Program) -> Parts:
 
 def _needed_by(program: Program, part: str) -> set[fx.Node]:
     ends = zip(program.results, program.outputs, strict=True)
-    needed = ancestors(*(node for node, output in ends if node is not None and PART_OF[output.kind] == part))
+    wanted = [node for node, output in ends if node is not None and PART_OF[output.kind] == part]
+    if part == "forward":
+        wanted += program.graph.find_nodes(op="call_function", target=saved_slice)
+    needed = ancestors(*wanted)
     picked = program.graph.find_nodes(op="call_function", target=operator.getitem)
     return needed | {node for node in picked if operand(node) in needed}
 

@@ -148,6 +148,22 @@ class StorageChange:
 
 
 @dataclass(frozen=True, slots=True)
+class SavedCut(StorageChange):
+    """A value of forward is saved for backward in another sharding than it has, by the option ``option``."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that a rank saves."""
+        return TensorType(self.stored.local_shape(self.type.shape), self.type.dtype).nbytes
+
+    @property
+    def text(self) -> str:
+        """The change in a few words."""
+        stored, computed = self.stored.text(self.type), self.computed.text(self.type)
+        return f"{self.name} is saved as {stored}, and read in backward as {computed}"
+
+
+@dataclass(frozen=True, slots=True)
 class ShardingChange:
     """A consumer needs a value in the sharding ``dst``; its producer has it in ``src``.
 

@@ -94,8 +94,8 @@ class Contents:
         """What a collective carries, one of ``CONTENTS``."""
         if node in self._to_gradients:
             return GRADIENTS
-        is_stored = is_early(node) and self._parameters.keys() >= set(_inputs(node))
-        return PARAMETERS if is_stored else ACTIVATIONS
+        gathered = set(_inputs(node)) if is_early(node) else set()
+        return PARAMETERS if gathered and self._parameters.keys() >= gathered else ACTIVATIONS
 
     def _may_be_coded(self, part: Member) -> bool:
         program = self.program

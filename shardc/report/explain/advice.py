@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from shardc.compiler import Compiled
 from shardc.language.errors import ShardingError, did_you_mean
 from shardc.program.collective import Collective
-from shardc.program.provenance import StageCrossing
+from shardc.program.provenance import SavedCut, StageCrossing
 from shardc.program.stages import sender
 from shardc.program.traffic import collectives_of
 from shardc.report.explain.candidates import candidates, paths_near, related_annotations, stage_candidates
@@ -93,6 +93,8 @@ class Advisor:
         related = related_annotations(self.program, node, retry.annotations)
         zero = retry.request.options.zero
         changes = candidates(related, retry.annotations, self.program.inputs, zero, self.tries)
+        if any(isinstance(cause, SavedCut) for cause in self.program.causes(node)):
+            changes = [[Change(is_saved_whole=True)]]
 
         def is_met(attempt: Attempt, altogether: bool) -> bool:
             return is_removed(before, attempt.transfers, altogether)

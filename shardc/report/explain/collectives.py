@@ -12,7 +12,7 @@ from shardc.language.machine import SentKind
 from shardc.language.mesh import axis_of
 from shardc.ops.attention.rules import RINGS
 from shardc.passes.decompose.share_heads import BY_HEADS, BY_POSITIONS
-from shardc.program.collective import COLLECTIVES, EXCHANGES, Collective
+from shardc.program.collective import COLLECTIVES, EXCHANGES, Collective, saved_slice
 from shardc.program.communication import (
     axes_of,
     bucket,
@@ -26,7 +26,15 @@ from shardc.program.communication import (
 )
 from shardc.program.node import is_cast, is_getitem, is_view, op_name, operand, operands
 from shardc.program.program import Program
-from shardc.program.provenance import Cause, Endpoint, NeighbourEdges, RoundOfKeys, ShardingChange, StorageChange
+from shardc.program.provenance import (
+    Cause,
+    Endpoint,
+    NeighbourEdges,
+    RoundOfKeys,
+    SavedCut,
+    ShardingChange,
+    StorageChange,
+)
 from shardc.program.stages import sender
 from shardc.program.text import type_text
 from shardc.report.explain.chains import Chains
@@ -169,6 +177,9 @@ def why_needed(program: Program, node: fx.Node) -> str:
     if all(each.producer in inputs and inputs[each.producer].kind in ("parameter", "buffer") for each in moved):
         what = f"{count} parameters are" if count > 1 else "a parameter is"
         return f"{what} stored cut over {axes} and used whole: each rank receives the parts that it lacks"
+    if any(isinstance(cause, SavedCut) for cause in program.causes(node)):
+        what = f"{count} values are" if count > 1 else "a value is"
+        return f"{what} saved cut over {axes}, as saved= says, and read whole in backward"
     if kind == "all_to_all":
         return (
             f"the value is made cut over {axes} along one dim and read cut along another: ranks hold what others read"
@@ -295,6 +306,8 @@ def _last_steps(program: Program, node: fx.Node) -> Iterator[fx.Node]:
 def _is_step(program: Program, node: fx.Node) -> bool:
     """Whether a node is part of a reshard: a collective, a view around one, or a result of a bucket."""
     if node.op != "call_function" or node.target in EXCHANGES:
+        return False
+    if node.target is saved_slice:  # what is gathered of it in backward is another reshard than forward's
         return False
     is_ours = node.target in COLLECTIVES or node.target is bucket or bool(program.causes(node))
     return is_ours or _is_of_bucket(node)

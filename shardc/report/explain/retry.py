@@ -96,10 +96,14 @@ class Retry:
         """The plan after a change; None where it cannot be compiled."""
         annotations, before = change.annotations_after(self.annotations), self.request.options
         zero, pipeline = change.zero if change.is_zero else before.zero, change.pipeline_after(before.pipeline)
-        key = (frozenset(annotations.items()), zero, change.removed_calls, change.pipeline_fields, change.mesh)
+        saved = None if change.is_saved_whole else before.saved
+        key = (
+            frozenset(annotations.items()), zero, change.removed_calls, change.pipeline_fields, change.mesh,
+            change.is_saved_whole,
+        )  # fmt: skip
         if key not in self._attempts:
             try:
-                options = replace(before, zero=zero, pipeline=pipeline)
+                options = replace(before, zero=zero, pipeline=pipeline, saved=saved)
                 mesh = Mesh(device_ids=None, **dict(change.mesh)) if change.mesh else self.request.mesh
                 request = replace(self.request, annotations=annotations, options=options, mesh=mesh)
                 self._attempts[key] = self._compile(request, change.removed_calls)
@@ -203,7 +207,7 @@ class Change:
 
     ``zero``: the option after the change, if ``is_zero``. ``removed_calls``: calls of ``shardc.annotate`` in the model,
     as origins name them. ``pipeline_fields``: fields of the option ``pipeline`` with their new values. ``mesh``: the
-    axes and sizes of another mesh.
+    axes and sizes of another mesh. ``is_saved_whole``: without the option ``saved``.
     """
 
     edits: tuple[Edit, ...] = ()
@@ -212,6 +216,7 @@ class Change:
     removed_calls: tuple[str, ...] = ()
     pipeline_fields: tuple[tuple[str, Any], ...] = ()
     mesh: tuple[tuple[str, int], ...] = ()
+    is_saved_whole: bool = False
 
     def annotations_after(self, annotations: Mapping[str, P]) -> dict[str, P]:
         """The annotations after the change; those that stay keep their order."""
@@ -233,6 +238,8 @@ class Change:
             parts.append(f"say zero={self.zero!r}" if self.zero else "leave zero= out")
         if self.pipeline_fields:
             parts.append(f"say {', '.join(f'{name}={each!r}' for name, each in self.pipeline_fields)} in pipeline=")
+        if self.is_saved_whole:
+            parts.append("leave saved= out")
         if self.mesh:
             parts.append(f"compile for {_axes_text(self.mesh, ', ')}")
         return ", ".join(parts)
@@ -243,6 +250,8 @@ class Change:
             settings = ", ".join(f"{name}={value!r}" for name, value in self._settings(pipeline).items())
             mesh = [f"mesh = Mesh({_axes_text(self.mesh, ', ')})"] * bool(self.mesh)
             return "; ".join([*mesh, *[f"pipeline = Pipeline({settings})"] * bool(self.pipeline_fields)])
+        if self.is_saved_whole:
+            return "saved=None"
         after_edits = self.annotations_after(annotations).items()
         entries = ", ".join(f"{pattern!r}: {spec!r}" for pattern, spec in after_edits)
         return f"annotations = {{{entries}}}" + (f", zero={self.zero!r}" if self.is_zero else "")
@@ -259,6 +268,8 @@ class Change:
             words = [axis, *(f"{k}={'+'.join(v) if isinstance(v, tuple) else v}" for k, v in settings.items())]
             mesh = [f"--mesh {_axes_text(self.mesh, ',')}"] * bool(self.mesh)
             return " ".join([*mesh, *[f"--pipeline {','.join(words)}"] * bool(self.pipeline_fields)])
+        if self.is_saved_whole:
+            return "without --saved"
         dropped = {edit.pattern: P(...) for edit in self.edits if edit.after is None}
         kept = {edit.pattern: edit.after for edit in self.edits if edit.after is not None}
         specs = self.annotations_after(annotations) if replaces else dropped | kept

@@ -27,7 +27,7 @@ from shardc.report.symbolic.symbolic_program import SymbolicProgram
 
 Compile = Callable[[Point], Compiled]
 Levels = Mapping[str, Program]
-LEVELS = ("capture", "rematerialize")  # as captured; as lowered, before collectives go in buckets
+LEVELS = ("capture", "cut_saved")  # as captured; as lowered, before collectives go in buckets
 FEW = 2  # repeated modules of the programs that are compiled at many points
 # Primes, so that a product tells its factors; no dim grows as another does, and one more.
 MULTIPLES = ((2, 3, 5, 7, 11, 13), (7, 5, 3, 2, 13, 11), (3, 2, 7, 5, 17, 19), (5, 11, 2, 3, 7, 17))

@@ -25,7 +25,7 @@ from shardc.costs.step import StepCost, step_cost
 from shardc.language.errors import ShardingError
 from shardc.language.machine import WHOLE_PAYLOAD
 from shardc.language.text import aligned, table
-from shardc.passes.lower.rematerialize import rematerialize
+from shardc.passes.lower.cut_saved import cut_saved
 from shardc.passes.order import run_passes
 from shardc.passes.verify import verify
 from shardc.program.program import Program
@@ -139,7 +139,7 @@ class SymbolicPlan:
 
     def substituted(self, point: Point) -> Program:
         """The localized program at a point that has all symbols, in the region or not."""
-        return run_passes(self._lowered(point).at(point), after=rematerialize)
+        return run_passes(self._lowered(point).at(point), after=cut_saved)
 
     @cached_property
     def here(self) -> Program:
@@ -185,8 +185,8 @@ class SymbolicPlan:
 
         Costs have another order there, or sizes are equal; or another rank is the fullest.
         """
-        few = run_passes(self.learned.captured.at(point), until=rematerialize)
-        difference = first_difference(self.learned.outlines["rematerialize"], outline(few))
+        few = run_passes(self.learned.captured.at(point), until=cut_saved)
+        difference = first_difference(self.learned.outlines["cut_saved"], outline(few))
         if difference or self.rank is None:
             return difference
         program = self.substituted(point)
@@ -198,7 +198,7 @@ class SymbolicPlan:
         symbolic = self._lowered(point)
         lowered = symbolic.at(point)
         verify(lowered)  # binds the rule of each call in global types, which localize relies on
-        return expressed_cost(symbolic, lowered, run_passes(lowered, after=rematerialize))
+        return expressed_cost(symbolic, lowered, run_passes(lowered, after=cut_saved))
 
     def _lowered(self, point: Point) -> SymbolicProgram:
         """The lowered program with as many repeated modules as the point has; one compile for each such number."""
@@ -214,7 +214,7 @@ class SymbolicPlan:
         """A program compiled where the fewest sizes are equal: at the first multiple, if that tells them apart."""
         for i, other in ((1, 2), (2, 1), (0, 1)):
             point = {**self.learned.points[i], symbol: count}
-            program = levels_of(self.compile(point))["rematerialize"]
+            program = levels_of(self.compile(point))["cut_saved"]
             try:
                 forms = [self.learned.form(i, *each) for each in numbers(program)]
             except ShardingError:
@@ -229,7 +229,7 @@ class SymbolicPlan:
 
     def _check(self, symbolic: SymbolicProgram, point: Point) -> None:
         """Raise a ShardingError unless a program with more modules is the one of a compile at another point."""
-        program = levels_of(self.compile(point))["rematerialize"]
+        program = levels_of(self.compile(point))["cut_saved"]
         if not symbolic.agrees(point, program) or outline(program) != outline(symbolic.reference):
             problem = f"some of its sizes or choices go by how many modules there are, not as those of {FEW}"
             remedy = "count at sizes: --at ... --recompile"
@@ -264,7 +264,7 @@ def numbers_text(numbers: Numbers) -> str:
 
 def digest(plan: SymbolicPlan) -> str:
     """A hash of the plan without its sizes: of its ops, shardings and collectives."""
-    lines = plan.learned.outlines["rematerialize"]
+    lines = plan.learned.outlines["cut_saved"]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
 
 
