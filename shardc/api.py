@@ -257,9 +257,9 @@ def compile(
             ``"fp8"``, ``"int8"`` or ``"int4"`` by axis, by what is sent (``gradients``, ``parameters``,
             ``activations``), by a glob over modules and parameters, or by several of these. The key with most words
             counts, of several the last, and None sends values as they are. Sums are made in float32.
-        saved: the axes by which values are cut while they are saved for backward, by a glob over the modules that make
-            or read them, ``{"blocks.*": "tp"}``. Ranks that would all save a value save a piece each, and backward
-            gathers the pieces. The dim is the first that the axes divide; ``P(None, "tp")`` names one.
+        saved: the axes by which values are cut while they are saved for backward, by a glob over the modules that read
+            them, ``{"blocks.*": "tp"}``. Ranks that would all save a value save a piece each, and backward gathers
+            the pieces. The dim is the first that the axes divide; ``P(None, "tp")`` names one.
         fixed: shardings that are settled already and stand above annotations.
         strict: a ShardingError for every op that has no rule and every gather that no annotation asks for.
         cache: a folder in which what passes make of a captured model is kept, for later processes. It may be shared;

@@ -71,9 +71,8 @@ class Cuts:
 
     def __init__(self, program: Program) -> None:
         self.program, self.saved, self.used = program, program.options.saved or {}, set[str]()
-        self.forward = set(split(program).forward)
         self.of_inputs = descendants(*program.placeholders)
-        paths = {path for node in self.forward for path in enclosing(program.source(node).module)}
+        paths = {path for node in split(program).forward for path in enclosing(program.source(node).module)}
         for key, entry in self.saved.items():
             if key_for({key: entry}, {"", *paths}) is None:
                 what, problem = f"a glob over {len(paths)} modules", "it matches none that makes a value"
@@ -104,9 +103,9 @@ class Cuts:
         return computed.with_dim(dim, DimSharding((*cut.axes, *axes)))
 
     def _modules(self, node: fx.Node) -> set[str]:
-        """The modules that make or read a value in forward, and those that hold them."""
-        near = (node, *(user for user in node.users if user in self.forward))
-        return {"", *(path for each in near for path in enclosing(self.program.source(each).module))}
+        """The modules that read a value, in forward or in backward, and those that hold them."""
+        readers = (user for user in node.users if user.target is not saved_slice)
+        return {"", *(path for each in readers for path in enclosing(self.program.source(each).module))}
 
 
 def _changed(one: Sharding, other: Sharding) -> list[int]:
@@ -149,7 +148,9 @@ def _cut_for(program: Program, cuts: Cuts, readers: Sequence[fx.Node], stage: in
                 twins[node] = gathered[value]
     make_again(program, readers, {value for value, owner in owners.items() if owner in gathered}, twins)
     for gather in gathered.values():
-        min(gather.users).prepend(gather)
+        first = min(gather.users)
+        first.prepend(gather)
+        program.set_source(gather, replace(program.source(first), phase="backward", stage=stage))
 
 
 def _gathered(program: Program, node: fx.Node, cut: SavedCut, before: fx.Node, stage: int) -> fx.Node:
@@ -163,9 +164,7 @@ def _gathered(program: Program, node: fx.Node, cut: SavedCut, before: fx.Node, s
         piece = program.insert(saved_slice, (node, *args), cut.type, node, name=f"{node.name}_saved")
     with program.graph.inserting_before(before):
         whole = program.insert(all_gather, (piece, *args), cut.type, node, name=f"{node.name}_gathered")
-    source = program.source(node)
-    program.set_source(piece, replace(source, stage=stage))
-    program.set_source(whole, replace(source, phase="backward", stage=stage))
+    program.set_source(piece, replace(program.source(node), stage=stage))
     origins = program.origin(node)
     option = Origin(cut.option, PARAMETER, (node.name, 0))
     program.set_sharding(piece, cut.stored)

@@ -38,8 +38,9 @@ class SimulatedComm(LocalCollectives):
         return lambda: results
 
     def start_bucket(self, layout: BucketLayout, rows: Rows, into: Sequence[Places] = ()) -> Callable[[], Rows]:
-        """Run the collective of a bucket at once, on one buffer a rank."""
-        return comm.start_packed(self, layout, [layout.pack(row) for row in rows])
+        """Run the collective of a bucket at once, on one buffer a rank, of which no more is kept than the results."""
+        results = comm.start_packed(self, layout, [layout.pack(row) for row in rows])()
+        return lambda: results
 
     def rotate(self, rows: Rows, axes: PartNames, by: int = 1) -> Callable[[], Rows]:
         """The tensors of the rank that is ``by`` indices before each rank in its group."""

@@ -95,7 +95,7 @@ class Offload:
 
 
 def in_place_of_parameters(rows: Sequence[Sequence[Any]], is_of_parameter: Sequence[bool], host: Host) -> Rows:
-    """A step's results, each where it belongs: gradients of parameters in host memory, all others on the device.
+    """A step's results, each where it belongs: gradients of parameters in host memory there, all others on the device.
 
     A value that all microbatches share is one tensor, and stays one.
     """

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import fx
 
 from shardc.costs.stage_lifetime import ResidentStages, stage_turns, ways_after
 from shardc.costs.stage_schedule import PART_OF_PHASE, schedule_of
@@ -73,14 +74,23 @@ class PipelineRunner(Runner):
         scale = 1.0 if scaler is None else float(scaler.get_scale())
         rows = ScheduleRun(self, self.with_tangents(inputs, scale)).run()
         if self.host is not None:
-            owners = set(parameters_of(self.program).values())
-            rows = in_place_of_parameters(rows, [owner in owners for _, owner, _ in ends_of(self.program)], self.host)
+            on_host = self._stored_on_host(inputs)
+            rows = in_place_of_parameters(rows, [owner in on_host for _, owner, _ in ends_of(self.program)], self.host)
         is_gradient = [output.kind == "gradient" for output in self.program.outputs]
         outputs, gradients = (
             [[value if kind == of else None for value, of in zip(row, is_gradient, strict=True)] for row in rows]
             for kind in (False, True)
         )
         return outputs, StepGradients(gradients, scale)
+
+    def _stored_on_host(self, inputs: Sequence[Values]) -> set[fx.Node]:
+        """The parameters that are stored in host memory: on virtual ranks they are where the model has them."""
+        parameters, columns = set(parameters_of(self.program).values()), zip(*inputs, strict=True)
+        values = zip(self.program.placeholders, columns, strict=True)
+        return {
+            node for node, column in values
+            if node in parameters and not any(value is not None and value.device.type != "cpu" for value in column)
+        }  # fmt: skip
 
     def backward(self, saved: StepGradients, tangents: Sequence[Values], keep: bool = False) -> Rows:
         """The step's gradients times the loss's gradient in ``tangents``; they are freed unless ``keep`` is set.

@@ -21,9 +21,7 @@ EXAMPLE = "saved={'blocks.*': 'tp'}"
 
 def axes_of_entry(entry: str | tuple[str, ...] | P) -> tuple[str, ...]:
     """The axes that an entry names."""
-    if isinstance(entry, P):
-        return tuple(name for given in entry.entries for name in _names(given))
-    return _names(entry)
+    return entry.axes if isinstance(entry, P) else _names(entry)
 
 
 def dim_of_entry(entry: str | tuple[str, ...] | P) -> int | None:
@@ -34,7 +32,7 @@ def dim_of_entry(entry: str | tuple[str, ...] | P) -> int | None:
 
 
 def key_for(saved: Saved, modules: Collection[str]) -> str | None:
-    """The key for a value that these modules make or read: the last that matches one of them."""
+    """The key for a value that these modules read: the last that matches one of them."""
     return next((key for key in reversed(list(saved)) if any(fnmatchcase(path, key) for path in modules)), None)
 
 
