@@ -36,6 +36,8 @@ def _alternatives(plan: Plan) -> Iterator[Alternative]:
         choice = f"no {name}" if option is None else f"{name}={python_text(option)}"
         is_other = _has_other(plan, name, option)
         yield choice, f"with {name}" if option is None else f"with another {name} or none", is_other
+    if plan.saved:
+        yield f"saved={dict(plan.saved)!r}", "with all saved whole", lambda other: not other.saved
 
 
 def _has_other(plan: Plan, name: str, option: Any) -> Callable[[Plan], bool]:

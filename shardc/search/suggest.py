@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import permutations
@@ -162,7 +162,7 @@ class _Suggesting:
         return [each.plan for each in estimates[:NUM_WHOLE]]
 
     def _variants(self) -> list[Plan]:
-        """The best plan with what is chosen for the whole model: who crosses nodes, a schedule, recomputation."""
+        """The best plan with what is chosen for the whole model: who crosses nodes, a schedule, what is saved."""
         best = self._ranked()[0]
         variants: list[Plan] = []
         if self.task.machine.between is not None and best.pipeline is None:
@@ -175,8 +175,18 @@ class _Suggesting:
             if without in self.whole:
                 memory = self.whole[without].memory
                 budget = int(self.task.memory) - (memory["peak"] - memory["saved"])
-                variants += [replace(best, remat=Remat(budget=budget))] * (budget > 0)
-        return variants
+                variants += [replace(best, remat=Remat(budget=budget))] if budget > 0 else []
+        return [*variants, *self._saving_pieces(best)]
+
+    def _saving_pieces(self, best: Plan) -> Iterator[Plan]:
+        """The best plan where memory is short, with what layers save cut by an axis that cuts no samples."""
+        blocks = next(iter(self.pricer.lists), None)
+        if blocks is None or (best.remat is None and self.whole[best].memory["peak"] <= self.task.memory):
+            return
+        for axis in best.axes:
+            if axis.size > 1 and not axis.cuts_samples:
+                pieces = replace(best, saved=((f"{blocks}.*".lstrip("."), axis.name),))
+                yield from (pieces, *([replace(pieces, remat=None)] if self.task.may_recompute else []))
 
     def _compile(self, plans: Iterable[Plan]) -> None:
         for plan in plans:
@@ -204,7 +214,7 @@ class _Suggesting:
         links = {name: self._link(plan, name) for name in plan.mesh.axis_names}
         return Suggestion(
             plan.mesh, self._annotations(plan), plan.zero, plan.remat, plan.precision, plan.pipeline, task.machine,
-            task.optimizer, wire_on(task.wire, plan.mesh.axis_names), cost, limit,
+            task.optimizer, wire_on(task.wire, plan.mesh.axis_names), dict(plan.saved) or None, cost, limit,
             reasons(_found(plan, cost), others, task), links,
         )  # fmt: skip
 
@@ -237,5 +247,6 @@ def _found(plan: Plan, cost: Cost) -> Found:
 
 
 def _candidate(found: Found) -> Candidate:
-    text = ", ".join([str(found.plan.mesh), *map(python_text, found.plan.options)])
+    saved = [f"saved={dict(found.plan.saved)!r}"] if found.plan.saved else []
+    text = ", ".join([str(found.plan.mesh), *map(python_text, found.plan.options), *saved])
     return Candidate(text, found.price.seconds, int(found.price.peak))

@@ -17,7 +17,7 @@ from shardc.report.suggest.records import Candidate, PipelineEntry, Suggested, S
 from shardc.search.whole import Cost
 from shardc.wire import Wire
 
-KEYS = ("mesh", "annotations", "zero", "remat", "precision", "pipeline", "links", "optimizer", "wire")
+KEYS = ("mesh", "annotations", "zero", "remat", "precision", "pipeline", "links", "optimizer", "wire", "saved")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,7 @@ class Suggestion(Mapping[str, Any]):
     links: Machine
     optimizer: str
     wire: Wire | None
+    saved: Mapping[str, str] | None
     cost: Cost
     memory_limit: int | None = None
     reasons: tuple[str, ...] = ()
@@ -85,7 +86,8 @@ class Suggestion(Mapping[str, Any]):
         ]
         options = {name: getattr(self, name) for name in ("zero", "remat", "precision", "pipeline")}
         arguments = [f"{name}=shardc.{python_text(option)}" for name, option in options.items() if option is not None]
-        arguments += [f"wire={dict(self.wire)!r}"] if self.wire else []
+        dicts = {"wire": self.wire, "saved": self.saved}
+        arguments += [f"{name}={dict(given)!r}" for name, given in dicts.items() if given]
         lines.append(f"model = shardc.parallelize({', '.join(['model', 'mesh', 'annotations', *arguments])})")
         return "\n".join(lines) + "\n"
 
@@ -94,6 +96,7 @@ class Suggestion(Mapping[str, Any]):
         options = [
             python_text(each) for each in (self.zero, self.remat, self.precision, self.pipeline) if each is not None
         ]
+        options += [f"saved={dict(self.saved)!r}"] if self.saved else []
         peak = bytes_text(self.cost.memory["peak"])
         fits = "" if self.fits else f", {bytes_text(self.excess)} too much"
         return f"{', '.join([str(self.mesh), *options])}: {seconds_text(self.seconds)} a step, peak {peak}{fits}"
@@ -112,6 +115,7 @@ class Suggestion(Mapping[str, Any]):
             if pipeline is None
             else PipelineEntry(pipeline.axis, pipeline.microbatches, pipeline.schedule, pipeline.balance),
             wire=self.wire,
+            saved=self.saved,
             seconds=TimeParts(cost.seconds, cost.computing, cost.exposed, cost.bubble),
             memory=MemoryEntry(**cost.memory),
             excess=self.excess,

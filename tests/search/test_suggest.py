@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from attending import WIDTH, Attending
+from gpt import GPT, Config
 from search_models import transformer
 from torch import nn
 
@@ -204,6 +205,25 @@ def test_given_annotations_are_in_every_suggestion() -> None:
     found = shardc.suggest(model, 4, args=args, annotations=given, links="nvlink", device="h100", fix=NO_PIPELINE)
     assert found and all(given.items() <= each.annotations.items() for each in found)
     assert all({"dp", "tp"} <= set(each.mesh.axis_names) for each in found)
+
+
+def test_less_memory_than_a_plan_needs_besides_what_it_saves_is_no_error() -> None:
+    with torch.device("meta"):
+        model, ids = GPT(Config(layers=3, vocab=256, context=64, width=128, heads=4)), torch.zeros(8, 64).long()
+    ways: dict[str, Any] = {"args": (ids, ids), "links": "nvlink", "device": "h100", "fix": {"tp": 4, **NO_PIPELINE}}
+    assert all(each.excess > 0 for each in shardc.suggest(model, 4, memory="1MB", **ways))
+
+
+def test_what_is_saved_is_cut_where_memory_is_short() -> None:
+    with torch.device("meta"):
+        model, ids = GPT(Config(layers=4, vocab=512, context=128, width=256, heads=8)), torch.zeros(8, 128).long()
+    ways: dict[str, Any] = {"args": (ids, ids), "links": "nvlink", "device": "h100", "fix": {"tp": 4, **NO_PIPELINE}}
+    tight, ample = (shardc.suggest(model, 4, memory=memory, top=3, **ways) for memory in ("20MB", "80GB"))
+    assert tight[0].saved == {"blocks.*": "tp"} and tight[0].memory["peak"] < tight[1].memory["peak"]
+    assert "saved={'blocks.*': 'tp'}" in tight[0].text() and "saved={'blocks.*': 'tp'}" in tight[0].summary()
+    assert any(reason.startswith("saved={'blocks.*': 'tp'}: with all saved whole") for reason in tight[0].reasons)
+    assert shardc.compile(model, **tight[0], args=(ids, ids)).memory == tight[0].memory
+    assert not any(each.saved for each in ample)
 
 
 def test_where_nothing_fits_the_nearest_plan_says_by_how_many_bytes() -> None:

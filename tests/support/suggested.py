@@ -39,7 +39,7 @@ def found(**changes: Any) -> Suggested:
     piped = plan(
         2.0, 20 * GB, mesh={"pp": 2, "dp": 8}, zero=None, remat="Remat(blocks='h.*')",
         precision="Precision(compute=torch.bfloat16)", pipeline=PipelineEntry("pp", 8, "1f1b", "flops"),
-        seconds=TimeParts(2.0, 1.5, 0.2, 0.3), wire={"gradients": "int8"},
+        seconds=TimeParts(2.0, 1.5, 0.2, 0.3), wire={"gradients": "int8"}, saved={"h.*": "dp"},
     )  # fmt: skip
     in_steps = plan(0.5, 90 * GB, zero=ZeroEntry("dp+fsdp", 3, "fsdp"), mesh={"dp": 2, "fsdp": 8})
     plans = (plan(1.0, 60 * GB), piped, in_steps)

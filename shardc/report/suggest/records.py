@@ -52,7 +52,8 @@ class SuggestionEntry:
     """A plan that was compiled whole, with its cost.
 
     ``mesh``: the axes with their sizes. ``links``: by axis. ``annotations``, ``remat``, ``precision``: as Python.
-    ``wire``: the codecs of what is sent, by key; absent where all is sent as it is.
+    ``wire``: the codecs of what is sent, by key; absent where all is sent as it is. ``saved``: the axis that cuts what
+    is saved for backward, by glob; absent where none does.
     ``excess``: the bytes by which the plan does not fit in memory. ``wire_bytes``, ``flops``: of one rank.
     ``collectives``: how many a rank starts in a step. ``reasons``: a sentence for each choice. ``python``: code that
     can be pasted.
@@ -74,6 +75,7 @@ class SuggestionEntry:
     reasons: tuple[str, ...]
     python: str
     wire: Mapping[str, str | None] | None = None
+    saved: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,8 @@ def options_text(plan: SuggestionEntry) -> str:
     found = [f"ZeRO {plan.zero.stage} over {plan.zero.axis.replace('+', ' and ')}"] if plan.zero else []
     if plan.pipeline is not None:
         found.append(f"{plan.pipeline.schedule} of {plan.pipeline.microbatches} microbatches")
-    return ", ".join([*found, *filter(None, (plan.remat, plan.precision))])
+    pieces = [f"saved cut over {axis}" for axis in (plan.saved or {}).values()]
+    return ", ".join([*found, *filter(None, (plan.remat, plan.precision)), *pieces])
 
 
 def machine_text(suggested: Suggested) -> str:

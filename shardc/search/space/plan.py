@@ -46,8 +46,8 @@ class Plan:
     """A point of the search.
 
     ``axes``: those that cut, the outermost first. ``given``: annotations that the user wrote, which stay. ``written``:
-    annotations in place of those of the axes, which make the same program. ``pipeline``: over ``num_stages`` ranks, on
-    an axis before the others.
+    annotations in place of those of the axes, which make the same program. ``saved``: the option, by glob one axis.
+    ``pipeline``: over ``num_stages`` ranks, on an axis before the others.
     """
 
     axes: tuple[Axis, ...]
@@ -55,6 +55,7 @@ class Plan:
     written: tuple[tuple[str, P], ...] | None = None
     zero: Zero | None = None
     remat: Remat | None = None
+    saved: tuple[tuple[str, str], ...] = ()
     precision: Precision | None = None
     pipeline: Pipeline | None = None
     num_stages: int = 1
@@ -80,7 +81,7 @@ class Plan:
         """The options of a compilation."""
         return Options(
             self.zero, self.precision, self.remat, pipeline=self.pipeline, machine=machine or Machine(),
-            optimizer=optimizer, wire=wire_on(wire, self.mesh.axis_names),
+            optimizer=optimizer, wire=wire_on(wire, self.mesh.axis_names), saved=dict(self.saved) or None,
         )  # fmt: skip
 
     @property
