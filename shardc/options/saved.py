@@ -21,7 +21,9 @@ EXAMPLE = "saved={'blocks.*': 'tp'}"
 
 def axes_of_entry(entry: str | tuple[str, ...] | P) -> tuple[str, ...]:
     """The axes that an entry names."""
-    return entry.axes if isinstance(entry, P) else _names(entry)
+    if isinstance(entry, P):
+        return tuple(name for given in entry.entries for name in _names(given))
+    return _names(entry)
 
 
 def dim_of_entry(entry: str | tuple[str, ...] | P) -> int | None:

@@ -247,6 +247,9 @@ def test_what_cannot_be_is_said() -> None:
     for entry in (3, (), P("tp", "dp"), P(), ("tp", 1)):
         with pytest.raises(OptionError, match="names no axes that cut one dim"):
             compile_gpt(Mesh(dp=2, tp=2), saved={"*": entry})
+    for part in ("tp:(1)1", "tp:zigzag"):
+        with pytest.raises(OptionError, match="no axis of the mesh"):
+            compile_gpt(Mesh(tp=2), saved={"*": P(None, part)})
     with pytest.raises(OptionError, match="'pp'\n.*no axis of the mesh"):
         compile_gpt(Mesh(pp=2, tp=2), pipeline=Pipeline("pp", 4), saved={"*": "pp"})
     compiled, _ = compile_gpt(Mesh(dp=2, tp=2), saved={"*": "dp", "blocks.0.mlp": P(None, None, None, "tp")})
