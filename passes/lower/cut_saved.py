@@ -45,7 +45,7 @@ def cut_saved(program: Program) -> Program:
     cuts = Cuts(program)
     for stage, readers in _backward_by_stage(program).items():
         _cut_for(program, cuts, readers, stage)
-    unused = [key for key in saved if key not in cuts.used]
+    unused = [key for key, entry in saved.items() if entry is not None and key not in cuts.used]
     program.notes = (*program.notes, *(f"saved names {key!r}, but {NOTHING_CUT}" for key in unused))
     return program
 
@@ -59,7 +59,7 @@ def pieces_of(program: Program, forward: Iterable[fx.Node]) -> dict[Value, int]:
     return {value: cut.nbytes for value, cut in found.items() if cut is not None}
 
 
-NOTHING_CUT = "its axes cut nothing that these modules save: they cut it already, or no dim is long enough"
+NOTHING_CUT = "nothing that these modules read is cut so: its axes are of one rank or cut it already, or dims are short"
 
 
 class Cuts:
@@ -75,16 +75,16 @@ class Cuts:
         paths = {path for node in split(program).forward for path in enclosing(program.source(node).module)}
         for key, entry in self.saved.items():
             if key_for({key: entry}, {"", *paths}) is None:
-                what, problem = f"a glob over {len(paths)} modules", "it matches none that makes a value"
+                what, problem = f"a glob over {len(paths)} modules", "it matches none"
                 remedy = did_you_mean(key, paths) or "say '*' for all"
                 raise OptionError(f"saved={{{key!r}: {entry!r}}}", what, problem, remedy)
 
     def of(self, node: fx.Node) -> SavedCut | None:
         """How a value is saved; None where it is as it was computed."""
         key, computed = key_for(self.saved, self._modules(node)), self.program.sharding(node)
-        if key is None or computed.partial or node not in self.of_inputs:
+        entry, type_ = None if key is None else self.saved[key], self.program.global_type(node)
+        if key is None or entry is None or computed.partial or node not in self.of_inputs:
             return None
-        entry, type_ = self.saved[key], self.program.global_type(node)
         stored = self._sharding(type_, computed, axes_of_entry(entry), dim_of_entry(entry))
         if stored.storable(type_.shape) != stored or len(_changed(computed, stored)) != 1:
             return None

@@ -91,7 +91,7 @@ def add_mesh_options(parser: Parser, is_required: bool = True) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--saved", metavar="GLOB=AXES[,GLOB=AXES]...", type=_saved,
-        help="cut over axes what modules save for backward, which gathers it: 'h.*=tp'",
+        help="cut over axes what is saved of the values that modules read, which backward gathers: 'h.*=tp'; or none",
     )  # fmt: skip
     help_ = "size of buckets of collectives (25 MiB)"
     parser.add_argument("--bucket", metavar="BYTES", type=count, default=BUCKET, help=help_)
@@ -328,14 +328,14 @@ def _wire(text: str) -> dict[str, str | None]:
     return found
 
 
-def _saved(text: str) -> dict[str, str | tuple[str, ...]]:
+def _saved(text: str) -> dict[str, str | tuple[str, ...] | None]:
     """The axes by glob: ``h.*=tp,head=tp+dp``."""
-    found: dict[str, str | tuple[str, ...]] = {}
+    found: dict[str, str | tuple[str, ...] | None] = {}
     for entry in text.split(","):
         glob, equals, axes = entry.partition("=")
         if not (glob and equals and all(axes.split("+"))):
-            raise unreadable(text, "an entry reads GLOB=AXES", "say 'h.*=tp'", repr(entry))
-        found[glob] = tuple(axes.split("+")) if "+" in axes else axes
+            raise unreadable(text, f"{entry!r} does not read GLOB=AXES", "say 'h.*=tp', or 'h.*=dp+tp' for two axes")
+        found[glob] = None if axes == "none" else tuple(axes.split("+")) if "+" in axes else axes
     return found
 
 

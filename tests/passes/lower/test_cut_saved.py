@@ -154,6 +154,7 @@ def test_pieces_go_in_codes() -> None:
 def test_a_key_is_about_what_modules_make_or_read() -> None:
     only, _ = compile_gpt(Mesh(tp=2), saved={"blocks.1": "tp"})
     modules = {only.whole.source(node).module for node in only.whole.calls if node.target is saved_slice}
+    assert not gathers(compile_gpt(Mesh(tp=2), saved={"blocks.*": ["tp"], "*": None})[0])
     assert modules and all(each.startswith(("blocks.1", "blocks.0")) for each in modules)
 
 
@@ -245,12 +246,20 @@ def test_what_cannot_be_is_said() -> None:
     with pytest.raises(OptionError, match=r"saved='tp'\n.*globs over modules to axes\n.*say saved=\{'blocks"):
         compile_gpt(Mesh(tp=2), saved="tp")
     for entry in (3, (), P("tp", "dp"), P(), ("tp", 1)):
-        with pytest.raises(OptionError, match="names no axes that cut one dim"):
+        with pytest.raises(OptionError, match="neither axes, nor a P with one dim cut, nor None"):
             compile_gpt(Mesh(dp=2, tp=2), saved={"*": entry})
+    for entry in (("tp", "tp"), P(None, ("tp", "tp"))):
+        with pytest.raises(OptionError, match="'tp'\n.*an axis cuts a value once\n.*name it once"):
+            compile_gpt(Mesh(dp=2, tp=2), saved={"*": entry})
+    with pytest.raises(OptionError, match="''\n.*no glob over the paths of modules"):
+        compile_gpt(Mesh(tp=2), saved={"": "tp"})
     for part in ("tp:(1)1", "tp:zigzag"):
         with pytest.raises(OptionError, match="no axis of the mesh"):
             compile_gpt(Mesh(tp=2), saved={"*": P(None, part)})
     with pytest.raises(OptionError, match="'pp'\n.*no axis of the mesh"):
         compile_gpt(Mesh(pp=2, tp=2), pipeline=Pipeline("pp", 4), saved={"*": "pp"})
     compiled, _ = compile_gpt(Mesh(dp=2, tp=2), saved={"*": "dp", "blocks.0.mlp": P(None, None, None, "tp")})
-    assert any("saved names 'blocks.0.mlp', but its axes cut nothing" in note for note in compiled.program.notes)
+    assert any(
+        "saved names 'blocks.0.mlp', but nothing that these modules read is cut so" in note
+        for note in compiled.program.notes
+    )
