@@ -259,7 +259,7 @@ def compile(
             counts, of several the last, and None sends values as they are. Sums are made in float32.
         saved: the axes by which values are cut while they are saved for backward, by a glob over the modules that read
             them, ``{"blocks.*": "tp"}``. Ranks that would all save a value save a piece each, and backward gathers
-            the pieces. The dim is the first that the axes divide; ``P(None, "tp")`` names one. Of several keys the last
+            the pieces. The dim is the last that the axes divide; ``P(None, "tp")`` names one. Of several keys the last
             counts; None saves values whole.
         fixed: shardings that are settled already and stand above annotations.
         strict: a ShardingError for every op that has no rule and every gather that no annotation asks for.

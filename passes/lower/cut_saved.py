@@ -95,8 +95,8 @@ class Cuts:
         """The sharding with a dim cut by further axes; the same where the dim is too short, or they cut it already."""
         mesh, cutting = computed.mesh, {part.name for part in computed.cut_axes}
         axes = tuple(mesh.axis(name) for name in names if name not in cutting and mesh.axis_size(name) > 1)
-        if dim is None:
-            return stored_sharding(type_, computed, axes)
+        if dim is None:  # the last ones are features, which are as many in every call
+            return stored_sharding(type_, computed, axes, from_last=True)
         cut = computed.dims[dim] if dim < len(computed.dims) else None
         if cut is None or cut.minor or cut.local_size(type_.shape[dim]) < num_shards(axes):
             return computed

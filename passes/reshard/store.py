@@ -23,6 +23,7 @@ Invariant: every op but the reshards computes on the shardings that it had.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
@@ -61,28 +62,33 @@ def store(program: Program) -> Program:
     return program
 
 
-def stored_sharding(type_: TensorType, sharding: Sharding, axes: Axes) -> Sharding:
+def stored_sharding(type_: TensorType, sharding: Sharding, axes: Axes, from_last: bool = False) -> Sharding:
     """The sharding with one dim cut by ``axes`` too: the first that divides, else the first that is long enough.
 
-    Dims that nothing cuts come first. Several axes cut a dim each where none is long enough for all. The same where the
-    axes cut the value already, or no dim is long enough, or no DTensor could hold the shards.
+    Dims that nothing cuts come first; ``from_last``: of these the last one. Several axes cut a dim each where none is
+    long enough for all. The same where the axes cut the value already, or no dim is long enough, or no DTensor could
+    hold the shards.
     """
     cutting = {part.name for part in sharding.cut_axes}
     axes = tuple(axis for axis in axes if axis.size > 1 and axis.name not in cutting)
     if not axes:
         return sharding
-    shape = type_.shape
-    cuts = [
-        sharding.with_dim(dim, DimSharding((*cut.axes, *axes)))
-        for dim, cut in sorted(enumerate(sharding.dims), key=lambda pair: bool(pair[1].axes))
-        if not cut.minor and cut.local_size(shape[dim]) >= num_shards(axes)
-    ]
-    fitting = [cut for cut in cuts if cut.storable(shape) == cut]
-    if not fitting and len(axes) > 1:
+    shape, dims = type_.shape, list(enumerate(sharding.dims))[:: -1 if from_last else 1]
+
+    def fitting() -> Iterator[Sharding]:
+        """The possible ones, each asked of its sizes when it is its turn: what is asked of them limits a region."""
+        for dim, cut in sorted(dims, key=lambda pair: bool(pair[1].axes)):
+            if not cut.minor and cut.local_size(shape[dim]) >= num_shards(axes):
+                further = sharding.with_dim(dim, DimSharding((*cut.axes, *axes)))
+                if further.storable(shape) == further:
+                    yield further
+
+    even = (further for further in fitting() if further.is_even(shape))
+    found = next(even, None) or next(fitting(), None)
+    if found is None and len(axes) > 1:
         for axis in axes:
-            sharding = stored_sharding(type_, sharding, (axis,))
-        return sharding
-    return next(iter([*(cut for cut in fitting if cut.is_even(shape)), *fitting]), sharding)
+            sharding = stored_sharding(type_, sharding, (axis,), from_last)
+    return found or sharding
 
 
 def halfway(type_: TensorType, stored: Sharding, zero: Zero) -> Sharding | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardc
-from shardc import Compiled, Mesh, P, Pipeline, Precision, Remat, Zero
+from shardc import Compiled, Mesh, P, Pipeline, Precision, Remat, Zero, api
 from shardc.costs.memory import memory_by_rank
 from shardc.language.errors import OptionError
 from shardc.program.collective import saved_slice
@@ -225,6 +226,17 @@ def test_ranks_of_processes_train_as_one_device(gloo: GlooPool) -> None:
         assert found == pytest.approx(losses, abs=1e-12)
         for name, value in parameters.items():
             torch.testing.assert_close(values[name], value, rtol=1e-9, atol=1e-9, msg=name)
+
+
+def test_lengths_share_a_program() -> None:
+    model, _ = target()
+    options: dict[str, Any] = {"remat": BLOCKS, "saved": OVER_TP}
+    parallel = shardc.parallelize(model, Mesh(dp=2, tp=2), {**DATA, **MEGATRON}, **options)
+    with mock.patch("shardc.api._compiled", wraps=api._compiled) as compiled:
+        for length in (8, 12, 9, 15, 14, 16, 18, 20):
+            ids = torch.randint(SIZE.vocab, (4, length))
+            parallel(ids, ids).backward()
+    assert compiled.call_count == 2
 
 
 def test_a_gather_is_explained_and_advised_on() -> None:
