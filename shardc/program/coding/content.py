@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from shardc.language.mesh import axis_of
-from shardc.program.collective import group_size
+from shardc.program.collective import group_size, saved_slice
 from shardc.program.communication import Member, axes_of, chain, is_collective, is_early, members, only_to_gradients
 from shardc.program.node import descendants, is_cast, is_free
 from shardc.program.program import Program, ends_of, parameters_of
@@ -61,7 +61,7 @@ class Contents:
         """The codecs that the option has for the axes of a collective; none of one that has to send values.
 
         It has to send whole numbers and the largest of values, and a few activations and sums of them, as a softmax
-        over a cut dim needs them.
+        over a cut dim needs them; and what was saved, of which much depends on some, as on the sums of attention.
         """
         parts = members(node) if self.wire and is_collective(node) else ()
         if not parts or not all(self._may_be_coded(part) for part in parts):
@@ -101,6 +101,8 @@ class Contents:
         program = self.program
         assert program.mesh is not None
         if part.kind not in CODED or group_size(program.mesh, part.kind, part.args) == 1:
+            return False
+        if part.operand.target is saved_slice:
             return False
         is_sum = part.kind not in ("all_reduce", "reduce_scatter") or part.args[1] == "sum"
         return is_sum and program.value_type(program.value(part.operand)).dtype.is_floating_point
