@@ -1,4 +1,4 @@
-"""Calls of backward read values of forward that are made again, rather than saved. The modules that a value is of."""
+"""Backward makes values of forward again instead of reading saved ones: what two passes share."""
 
 from __future__ import annotations
 

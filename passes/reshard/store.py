@@ -76,7 +76,7 @@ def stored_sharding(type_: TensorType, sharding: Sharding, axes: Axes, from_last
     shape, dims = type_.shape, list(enumerate(sharding.dims))[:: -1 if from_last else 1]
 
     def fitting() -> Iterator[Sharding]:
-        """The possible ones, each asked of its sizes when it is its turn: what is asked of them limits a region."""
+        """The possible shardings, one by one: each size that is compared limits for which sizes a program holds."""
         for dim, cut in sorted(dims, key=lambda pair: bool(pair[1].axes)):
             if not cut.minor and cut.local_size(shape[dim]) >= num_shards(axes):
                 further = sharding.with_dim(dim, DimSharding((*cut.axes, *axes)))

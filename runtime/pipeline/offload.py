@@ -94,14 +94,14 @@ class Offload:
                     env[slot] = pytree.tree_map_only(kind, move, value)
 
 
-def in_place_of_parameters(rows: Sequence[Sequence[Any]], is_of_parameter: Sequence[bool], host: Host) -> Rows:
-    """A step's results, each where it belongs: gradients of parameters in host memory there, all others on the device.
+def in_place_of_parameters(rows: Sequence[Sequence[Any]], is_on_host: Sequence[bool], host: Host) -> Rows:
+    """A step's results, each in the memory of its owner: in host memory where ``is_on_host``, else on the device.
 
     A value that all microbatches share is one tensor, and stays one.
     """
     moved: dict[int, Tensor | None] = {}
     for row in rows:
-        for value, to_host in zip(row, is_of_parameter, strict=True):
+        for value, to_host in zip(row, is_on_host, strict=True):
             if id(value) not in moved:
                 moved[id(value)] = _result(value, to_host, host)
     host.finish()

@@ -84,7 +84,7 @@ class PipelineRunner(Runner):
         return outputs, StepGradients(gradients, scale)
 
     def _stored_on_host(self, inputs: Sequence[Values]) -> set[fx.Node]:
-        """The parameters that are stored in host memory: on virtual ranks they are where the model has them."""
+        """The parameters that are in host memory. On virtual ranks they stay where the model has them."""
         parameters, columns = set(parameters_of(self.program).values()), zip(*inputs, strict=True)
         values = zip(self.program.placeholders, columns, strict=True)
         return {

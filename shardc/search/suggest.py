@@ -179,7 +179,7 @@ class _Suggesting:
         return [*variants, *self._saving_pieces(best)]
 
     def _saving_pieces(self, best: Plan) -> Iterator[Plan]:
-        """The best plan where memory is short, with what layers save cut by an axis that cuts no samples."""
+        """Where memory is short: the best plan with the option ``saved``, for each axis that does not cut the batch."""
         blocks = next(iter(self.pricer.lists), None)
         if blocks is None or (best.remat is None and self.whole[best].memory["peak"] <= self.task.memory):
             return

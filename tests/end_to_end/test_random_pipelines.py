@@ -7,26 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_device import assert_close
-from random_model import SIZES, RandomModel, Step
+from random_model import BY_ROW, SIZES, RandomModel, Step
 
 import shardc
 from shardc import Mesh, P, Zero
 from shardc.options import Pipeline
 
-BY_ROW = (
-    "gelu",
-    "heads",
-    "attention",
-    "average",
-    "pool",
-    "shift",
-    "repeat",
-    "residual",
-    "norm",
-    "conv",
-    "qkv",
-    "linear",
-)
 ANY = (*BY_ROW, "softmax", "transpose", "flip", "roll", "max", "batch_norm", "table")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "auto")
 MESHES = (Mesh(pp=2), Mesh(pp=3), Mesh(dp=2, pp=2), Mesh(pp=2, tp=2))

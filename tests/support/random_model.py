@@ -21,6 +21,20 @@ from shardc.runtime.simulator import interpret, simulate
 
 SIZES = (4, 6, 8, 12)
 UNEVEN_SIZES = (1, 3, 5, 6, 10)
+BY_ROW = (  # ops that compute each sample by itself
+    "gelu",
+    "heads",
+    "attention",
+    "average",
+    "pool",
+    "shift",
+    "repeat",
+    "residual",
+    "norm",
+    "conv",
+    "qkv",
+    "linear",
+)
 
 
 @dataclass(frozen=True)
