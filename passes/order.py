@@ -39,6 +39,7 @@ from .lower.encode_collectives import encode_collectives
 from .lower.fuse_collectives import fuse_collectives
 from .lower.localize import localize
 from .lower.mask_padding import mask_padding
+from .lower.offload import offload
 from .lower.overlap_collectives import overlap_collectives
 from .lower.rematerialize import rematerialize
 from .propagate.cut_blocks import cut_blocks
@@ -71,6 +72,7 @@ PASSES: tuple[Pass, ...] = (
     # Lowered: what is sent is settled after fuse_collectives; the rest moves and groups it.
     fuse_collectives,  # fewer and cheaper collectives
     mask_padding,  # where a dim is cut unevenly, ops do not see what is beyond its end
+    offload,  # what is stored in host memory or in files
     rematerialize,  # what is saved for backward, and what backward computes again
     cut_saved,  # over which axes, beyond those of forward
     bucket_collectives,  # several collectives as one

@@ -11,7 +11,8 @@ from torch import nn
 
 from shardc.language.errors import ShardingError, did_you_mean
 from shardc.language.mesh import Mesh
-from shardc.options import Options, Pipeline
+from shardc.options import Options
+from shardc.options.zero import OPTIMIZER, PARAMETERS
 from shardc.program.program import Program
 
 from .agreement.batch import CHECK, BatchCheck
@@ -75,10 +76,13 @@ def parallel_module(
         raise ShardingError(f"a {type(model).__name__}", what, "a program cannot hold another one", remedy)
     device = _device_of(model)
     options.check_kinds()
-    pipeline = options.pipeline
-    if pipeline is not None and backend != "eager":
+    if options.pipeline is not None and backend != "eager":
         what, remedy = f"compile={backend!r} with a pipeline", "leave compile or pipeline out"
         raise ShardingError("parallelize", what, "stages run eagerly", remedy)
+    if options.zero is not None and options.zero.offload == PARAMETERS and backend != "eager":
+        what, problem = f"compile={backend!r} with {options.zero.text}", "compiled code has parameters on the device"
+        remedy = f"leave compile out, or say offload={OPTIMIZER!r}"
+        raise ShardingError("parallelize", what, problem, remedy)
     gate: Gate | None = None
     if meeting is not None:
         further = {"compile": backend, "initial": initial, "check": check}
@@ -92,7 +96,7 @@ def parallel_module(
     if runtime == "virtual":
         mesh = Mesh.of(mesh)
     module = _module(
-        mesh, pipeline, device, RUNNERS[backend], model, compile_fn, (initial, is_compiled_soon, gate, values)
+        mesh, options, device, RUNNERS[backend], model, compile_fn, (initial, is_compiled_soon, gate, values)
     )
     module.shardc.mesh = Mesh.of(mesh)
     take_parallel_modules(model)
@@ -100,14 +104,14 @@ def parallel_module(
 
 
 def _module(
-    mesh: Any, pipeline: Pipeline | None, device: torch.device, runner: Callable[[Program, Comm], Runner],
+    mesh: Any, options: Options, device: torch.device, runner: Callable[[Program, Comm], Runner],
     model: nn.Module, compile_fn: CompileFn, further: tuple[str, bool, Gate | None, Mapping[str, Value] | None],
 ) -> ParallelModule:  # fmt: skip
     """A module on a mesh, with a pipeline or without. ``further``: the last arguments of its runtime."""
-    if pipeline is None:
-        conversion: Conversion = conversion_on(mesh, device)
+    if options.pipeline is None:
+        conversion: Conversion = conversion_on(mesh, device, options.zero)
         return module_of(ParallelModule, ModuleRuntime(model, conversion, compile_fn, runner, *further))
-    conversion, make_runner = pipeline_on(mesh, pipeline, device)
+    conversion, make_runner = pipeline_on(mesh, options.pipeline, device, options.zero)
     if isinstance(conversion, PipelineConversion):
         runtime = PipelineRuntime(model, conversion, compile_fn, make_runner, *further)
         return module_of(PipelineModule, runtime)

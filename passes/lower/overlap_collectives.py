@@ -26,7 +26,7 @@ Invariant: the order alone changes, and that of collectives is the same on every
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Any
 
 from torch import fx
@@ -42,6 +42,7 @@ from shardc.program.communication import (
     gathered_again,
     is_collective,
     is_early,
+    is_fetch,
     layer,
     members,
     move_before,
@@ -68,13 +69,15 @@ def overlap_collectives(program: Program) -> Program:
     readers = _first_readers(program)
     for part in (split(program).forward, split(program).backward):
         # A layer's gathers start right before the layer before it reads its own. Those that stood earlier move there
-        # too: two layers' parameters are whole at a time, in any number of buckets.
+        # too: two layers' parameters are whole at a time, in any number of buckets. What they gather is fetched one
+        # layer earlier.
         early = [node for node in part if is_early(node) and readers.get(node, program.output_node).op != "output"]
         gathers = [(_reader_in_the_end(readers, node), node) for node in early]
         layers = [list(group) for _, group in groupby(sorted(gathers), lambda pair: layer(program, pair[1]))]
-        for before, group in pairwise(layers):
-            place = before[0][0]
+        places = [group[0][0] for group in layers]
+        for i, group in enumerate(layers[1:]):
             for _, node in group:
+                place = places[max(0, i - 1) if is_fetch(node) and gathered_again(node) else i]
                 if not any(each < place for each in gathered_again(node)):
                     move_before(place, node)
                     place.prepend(node)
@@ -111,11 +114,18 @@ def _reader_in_the_end(readers: Mapping[fx.Node, fx.Node], node: fx.Node) -> fx.
 
 
 def _sends(program: Program, node: fx.Node) -> bool:
-    """Whether a call is an exchange of more than one rank, or a bucket of them; a ring is done where it starts."""
+    """Whether a call is an exchange of more than one rank, a bucket of them, or a fetch.
+
+    A ring is done where it starts.
+    """
     parts = members(node)
     mesh: Any = program.mesh
     is_of_one_rank = bool(parts) and group_size(mesh, parts[0].kind, parts[0].args) == 1
-    return node.target is bucket or (is_collective(node) and not is_of_one_rank and node.target not in RINGS)
+    return (
+        node.target is bucket
+        or is_fetch(node)
+        or (is_collective(node) and not is_of_one_rank and node.target not in RINGS)
+    )
 
 
 def _count_first(program: Program) -> None:

@@ -19,6 +19,7 @@ from fnmatch import fnmatchcase
 from torch import fx
 
 from shardc.language.errors import OptionError, did_you_mean
+from shardc.ops.tier import TRANSFERS
 from shardc.options import Remat
 from shardc.program.communication import gathered_again, is_collective
 from shardc.program.lifetime import Parts, split
@@ -55,7 +56,7 @@ def _recomputing(program: Program, choose: Choose) -> Program:
 
 
 def _twins(parts: Parts) -> dict[fx.Node, fx.Node]:
-    """Collectives of forward that backward has too, and what leads to them: ZeRO's stage 3 has such."""
+    """Collectives and transfers of forward that backward has too, and what leads to them: ZeRO's stage 3 has such."""
     twins: dict[fx.Node, fx.Node] = {}
 
     def key(node: fx.Node) -> object:
@@ -65,7 +66,8 @@ def _twins(parts: Parts) -> dict[fx.Node, fx.Node]:
     for node in parts.forward:
         if (twin := known.get(key(node))) is not None:
             twins[node] = twin
-    needed = reached(filter(is_collective, twins), lambda node: twins.keys() & node.all_input_nodes)
+    brought = [node for node in twins if is_collective(node) or node.target in TRANSFERS]
+    needed = reached(brought, lambda node: twins.keys() & node.all_input_nodes)
     return {node: twin for node, twin in twins.items() if node in needed}
 
 

@@ -53,7 +53,7 @@ class InductorExecutor(Executor):
         return super().backward(saved, _contiguous(tangents), keep)
 
     def _run(self, part: PartRunner, envs: Sequence[Env]) -> None:
-        if part is self._update:
+        if part not in (self._fwd, self._bwd):
             part.run(envs, self.comm)
             return
         name, axes = "forward" if part is self._fwd else "backward", self.comm.mesh.axis_names

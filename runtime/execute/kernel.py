@@ -12,9 +12,9 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from shardc.language.errors import ShardingError
+from shardc.ops.attention.layout import LAYOUTS, Layout
 from shardc.ops.contraction import dot, takes_bias
 from shardc.ops.index import WRITE_OVER
-from shardc.ops.layout import LAYOUTS, Layout
 from shardc.ops.pointwise import is_pointwise
 from shardc.program.lifetime import dies_at, is_whole
 from shardc.program.opaque import Opaque

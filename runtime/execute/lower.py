@@ -18,7 +18,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from torch.fx.proxy import GraphAppendingTracer
 from shardc.ops.attention.ring import Ring
 from shardc.ops.attention.rules import RINGS
 from shardc.ops.contraction import BoundDot, Steps, dot, stepped
+from shardc.ops.tier import TRANSFERS
 from shardc.program.collective import EXCHANGES, group_size
 from shardc.program.communication import bucket, members
 from shardc.program.lifetime import dies_at, view_chain
@@ -37,6 +38,7 @@ from shardc.program.text import range_name
 
 from ..comm import ring
 from ..comm.comm import BucketLayout, Comm, start_packed
+from ..tier.tier import tier_of
 from .kernel import biased_products, kernel_of, overwriting
 
 Wait = Callable[[], Sequence[Any]]  # waits for a collective, and returns the result of each rank
@@ -82,6 +84,18 @@ class RingCollective(Collective):
         axes, _, values = self.args
         rows = getattr(ring, self.kind)(comm, axes, Ring(*values), *columns)
         return lambda: rows
+
+
+class Transfer(Collective):
+    """A copy between the device and the tier below, which is no rank's but the runtime's."""
+
+    def start(self, comm: Comm, *columns: Sequence[Tensor], into: Sequence[Any] = ()) -> Wait:
+        (xs,), (tier,) = columns, self.args
+        if self.kind == "offload":
+            waits = [tier.offload(x) for x in xs]
+        else:
+            waits = [tier.fetch(x, place) for x, place in zip_longest(xs, into)]
+        return lambda: [wait() for wait in waits]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -174,7 +188,7 @@ def lower(part: Sequence[fx.Node], slots: Mapping[fx.Node, int], device: torch.d
         assert node.op == "call_function" and callable(node.target), node.format_node()
         if node in fused:
             continue
-        product, collective = products.get(node, node), _collective(program, node, order)
+        product, collective = products.get(node, node), _collective(program, node, order, device)
         overwritten: fx.Node | None = None
         if collective is not None:
             lowered = result.start(node, collective)
@@ -194,12 +208,22 @@ def lower(part: Sequence[fx.Node], slots: Mapping[fx.Node, int], device: torch.d
     return result
 
 
-def _collective(program: Program, node: fx.Node, order: Mapping[fx.Node, int]) -> Collective | None:
-    """The collective of a call; None for an op, in groups of one, where nothing is exchanged, and before localize."""
+def _collective(
+    program: Program, node: fx.Node, order: Mapping[fx.Node, int], device: torch.device
+) -> Collective | None:
+    """The collective or the transfer of a call.
+
+    None for an op, in groups of one, where nothing is exchanged, and before localize.
+    """
     parts = members(node)
     args: tuple[Any, ...] = node.args[1:]
     target: Any = node.target
-    if program.level != "localized" or not (parts or target in EXCHANGES):
+    if program.level != "localized":
+        return None
+    if target in TRANSFERS:
+        tier = tier_of(program.options.zero, device)
+        return None if tier is None else Transfer(target.__name__, (tier,), (), None, is_own=False)
+    if not (parts or target in EXCHANGES):
         return None
     if not parts:
         kind = RingCollective if target in RINGS else Collective

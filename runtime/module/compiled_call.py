@@ -192,10 +192,13 @@ class CompiledCall:
                 rows = self.runner.backward(saved, tangents, keep)
             columns = list(zip(*separate_rows(rows, tangents, self._own_gradients), strict=True))
         results: list[Tensor | None] = [None] * len(self.program.inputs)
+        tier = self.conversion.tier
         for i, output in self._indices.gradients.items():
             if reduction is not None and output in deferred:
                 results[i] = deferred_gradient(reduction, output, deferred[output])
             elif shards := _present(columns[output]):  # else another stage of a pipeline has it
+                if tier is not None and self.program.inputs[i].kind == "parameter":
+                    shards = [tier.stored(each) for each in shards]
                 results[i] = self._outputs[output].to_tensor(shards, i in plain)
         return results
 

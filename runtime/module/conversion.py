@@ -21,6 +21,7 @@ from shardc.language.errors import ShardingError, raise_all
 from shardc.language.mesh import Mesh
 from shardc.language.partition import P
 from shardc.language.sharding import Sharding, num_shards
+from shardc.options import Zero
 from shardc.program.lifetime import is_row_of_kept
 from shardc.program.program import Program
 
@@ -45,14 +46,17 @@ from ..execute.executor import Rows, Runner
 from ..execute.part import Values
 from ..tensor.global_tensor import new_global_tensor
 from ..tensor.make import GlobalTensorMaker, to_global
+from ..tier.tier import Tier, tier_of
 from .initial import InitialValues, is_sent, model_tensors
 from .optimizer import StepWatcher, share_overflows
 from .value import Value
 
 
-def conversion_on(mesh: Any, device: torch.device | str = "cpu") -> Conversion:
-    """How tensors are converted on a torch DeviceMesh, or on a Mesh's virtual ranks."""
-    return DistributedConversion(mesh) if isinstance(mesh, DeviceMesh) else VirtualConversion(Mesh.of(mesh), device)
+def conversion_on(mesh: Any, device: torch.device | str = "cpu", zero: Zero | None = None) -> Conversion:
+    """How tensors are converted on a torch DeviceMesh, or on virtual ranks; ``zero`` may offload parameters."""
+    if isinstance(mesh, DeviceMesh):
+        return DistributedConversion(mesh, zero=zero)
+    return VirtualConversion(Mesh.of(mesh), device)
 
 
 def shard_batch(local: Any, device_mesh: DeviceMesh, spec: P) -> Any:
@@ -110,6 +114,7 @@ class VirtualConversion:
     """All ranks in this process: every tensor of the user's is plain and whole, and is cut in every call."""
 
     agreement: Agreement | None = None  # there is one process
+    tier: Tier | None = None  # tensors stay where the user has them
 
     def __init__(self, mesh: Mesh, device: torch.device | str = "cpu") -> None:
         self.comm: Comm = SimulatedComm(mesh, device)
@@ -202,11 +207,12 @@ class DistributedConversion:
     """One rank of a torch.distributed job: parameters and cut values are DTensors on one mesh.
 
     ``job`` and ``agreement``: of all ranks of the job's mesh, of which ``device_mesh`` is a part in a pipeline. One
-    rank has no agreement.
+    rank has no agreement. ``tier``: where parameters and gradients are stored, if not on the device.
     """
 
-    def __init__(self, device_mesh: DeviceMesh, job_mesh: DeviceMesh | None = None) -> None:
+    def __init__(self, device_mesh: DeviceMesh, job_mesh: DeviceMesh | None = None, zero: Zero | None = None) -> None:
         self.device_mesh, self.torch_comm = device_mesh, TorchComm(device_mesh)
+        self.tier = tier_of(zero, self.torch_comm.device)
         self.job = self.torch_comm if job_mesh is None else TorchComm(job_mesh)
         self.agreement = agreement_on(job_mesh or device_mesh)
         self.comm: Comm = self.torch_comm
@@ -225,7 +231,13 @@ class DistributedConversion:
         """A replicated DTensor with a copy; a DTensor's copy keeps its sharding."""
         if (sharding := self.sharding(tensor, "parameter")) is not None:
             return to_global(local(tensor).clone(), sharding, tuple(tensor.shape), self.device_mesh)
-        return self._replicated(_clone(tensor, self.torch_comm.device))
+        return self._replicated(self._copied(tensor, tensor.detach(), self.torch_comm.device))
+
+    def _copied(self, tensor: Tensor, piece: Tensor, device: torch.device | None = None) -> Tensor:
+        """A contiguous copy of a piece of a tensor of the model: in the tier below if it is a parameter's."""
+        if self.tier is not None and isinstance(tensor, nn.Parameter):
+            return self.tier.copied(piece)
+        return piece.to(device or piece.device).clone(memory_format=torch.contiguous_format)
 
     def copies(
         self, model: nn.Module, initial: str, is_placed_soon: bool, values: Mapping[str, Value] | None = None
@@ -273,7 +285,8 @@ class DistributedConversion:
         waiting = self._replicated(tensor.detach().to("meta"))
         if self.job.position != 0:
             return waiting
-        return new_global_tensor(tensor.detach() if is_placed_soon else _clone(tensor, tensor.device), waiting._spec)
+        value = tensor.detach()
+        return new_global_tensor(value if is_placed_soon else self._copied(tensor, value), waiting._spec)
 
     def receive(self, arrivals: Sequence[Arrival]) -> Iterator[Tensor]:
         """For each arrival a DTensor with this rank's shard of the first rank's tensor; on meta where none is stored.
@@ -330,6 +343,8 @@ class DistributedConversion:
 
     def _empty(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
         """Memory for a shard of a tensor of the model."""
+        if self.tier is not None and isinstance(tensor, nn.Parameter):
+            return self.tier.empty(shape, tensor.dtype)
         return torch.empty(shape, dtype=tensor.dtype, device=self.torch_comm.device)
 
     def _replicated(self, whole: Tensor) -> DTensor:
@@ -341,9 +356,8 @@ class DistributedConversion:
         current = self.sharding(tensor, name)
         if current == sharding:
             return tensor
-        if current is not None and current.cut_axes:
-            tensor = _replicated(tensor)
-        piece = shard(local(tensor), sharding, self.torch_comm.position).clone(memory_format=torch.contiguous_format)
+        whole = _replicated(tensor) if current is not None and current.cut_axes else tensor
+        piece = self._copied(tensor, shard(local(whole), sharding, self.torch_comm.position))
         return to_global(piece, sharding, tuple(tensor.shape), self.device_mesh, name)
 
     def sharding(self, tensor: Tensor, name: str) -> Sharding | None:
@@ -420,11 +434,6 @@ class DistributedConverter:
 
     def _whole(self, shards: Sequence[Tensor]) -> Tensor:
         return gather_whole(self.comm, shards[0], self.sharding, self.shape, self.name)
-
-
-def _clone(tensor: Tensor, device: torch.device) -> Tensor:
-    """A contiguous copy on a device."""
-    return tensor.detach().to(device).clone(memory_format=torch.contiguous_format)
 
 
 def plain(tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardc.language.mesh import Mesh
 from shardc.language.sharding import Sharding
-from shardc.options import Pipeline
+from shardc.options import Pipeline, Zero
 from shardc.program.program import Program
 
 from ..comm.comm import Comm
@@ -30,18 +30,20 @@ from ..module.conversion import (
 )
 from ..module.optimizer import share_overflows
 from ..tensor.global_tensor import new_global_tensor
+from ..tier.host import stored_on_host
 from .channel import RankChannel
 from .microbatches import MicrobatchComm, MicrobatchConverter
-from .offload import stored_on_host
 from .runner import PipelineRunner
 
 MakeRunner = Callable[[Program, Comm], PipelineRunner]
 
 
-def pipeline_on(mesh: Any, pipeline: Pipeline, device: torch.device) -> tuple[Conversion, MakeRunner]:
+def pipeline_on(
+    mesh: Any, pipeline: Pipeline, device: torch.device, zero: Zero | None = None
+) -> tuple[Conversion, MakeRunner]:
     """How tensors are converted for a pipeline on a DeviceMesh or on a Mesh's virtual ranks, and its runners."""
     if isinstance(mesh, DeviceMesh):
-        conversion = PipelineConversion(mesh, pipeline)
+        conversion = PipelineConversion(mesh, pipeline, zero)
         return conversion, conversion.runner
     stage = SimulatedComm(pipeline.stage_mesh(mesh), device)
     return VirtualConversion(pipeline.compute_mesh(mesh), device), lambda program, _: PipelineRunner(program, stage)
@@ -50,7 +52,7 @@ def pipeline_on(mesh: Any, pipeline: Pipeline, device: torch.device) -> tuple[Co
 class PipelineConversion(DistributedConversion):
     """One rank of a job: DTensors are on the mesh of its stage's ranks, which has all axes but the pipeline's."""
 
-    def __init__(self, device_mesh: DeviceMesh, pipeline: Pipeline) -> None:
+    def __init__(self, device_mesh: DeviceMesh, pipeline: Pipeline, zero: Zero | None = None) -> None:
         names = device_mesh.mesh_dim_names or ()
         rest = tuple(name for name in names if name != pipeline.axis)
         if rest:
@@ -59,7 +61,7 @@ class PipelineConversion(DistributedConversion):
             ranks, named = device_mesh.mesh.tolist(), ("stages", pipeline.axis)
             stages = shared_device_mesh(ranks, (len(ranks), 1), named, device_mesh.device_type)
             stage_mesh = stages[pipeline.axis]
-        super().__init__(stage_mesh, device_mesh)
+        super().__init__(stage_mesh, device_mesh, zero)
         self.ranks: list[int] = device_mesh.mesh.flatten().tolist()
         self.pipeline = pipeline
         self.compute_mesh = pipeline.compute_mesh(Mesh.of(device_mesh))
@@ -96,7 +98,7 @@ class PipelineConversion(DistributedConversion):
     def place(self, tensor: Tensor, sharding: Sharding, name: str) -> Tensor:
         """A DTensor with a copy of this rank's shard, on the tensor's device; in host memory it is pinned."""
         placed = super().place(tensor, sharding.on(self.torch_comm.mesh), name)
-        if not isinstance(placed, DTensor) or local(placed).device == self.torch_comm.device:
+        if not isinstance(placed, DTensor) or local(placed).device == self.torch_comm.device or self.tier is not None:
             return placed
         return new_global_tensor(local(placed).pin_memory(), placed._spec)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -16,6 +15,7 @@ from shardc.costs.stage_lifetime import ResidentStages
 
 from ..execute.executor import Rows
 from ..execute.part import Values
+from ..tier.host import Host, stored_on_host
 from .stages import StepValues
 
 
@@ -137,63 +137,6 @@ class OnHost:
         start = memory.storage_offset() // self.dtype.itemsize
         empty = torch.empty(0, dtype=self.dtype, device=memory.device)
         return empty.set_(memory.untyped_storage(), start + self.offset, self.shape, self.stride)
-
-
-class Host:
-    """Copies between a device and host memory. On a CPU both are the same memory, and copies are copies all the same.
-
-    On a device with streams, copies run in order on a stream of their own, beside computation: a copy to the device is
-    complete after ``wait``, a copy to the host after ``finish``.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.has_streams = device, device.type != "cpu"
-        self.module: Any = torch.get_device_module(device)
-        self.stream: Any = self.module.Stream(device) if self.has_streams else None
-
-    def copy_out(self, memory: Tensor) -> Tensor:
-        """A copy in host memory, pinned for a device with streams."""
-        copy = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=self.has_streams)
-        with self._copying(after_computing=True):
-            copy.copy_(memory, non_blocking=True)
-        if self.has_streams:
-            memory.record_stream(self.stream)
-        return copy
-
-    def copy_back(self, memory: Tensor) -> Tensor:
-        """A copy on the device."""
-        with self._copying():
-            copy = torch.empty(memory.shape, dtype=memory.dtype, device=self.device)
-            copy.copy_(memory, non_blocking=True)
-        if self.has_streams:
-            copy.record_stream(self.module.current_stream(self.device))
-        return copy
-
-    def mark(self) -> Any:
-        """An event after all copies so far, for ``wait``."""
-        return self.stream.record_event() if self.has_streams else None
-
-    def wait(self, mark: Any) -> None:
-        """Let computation wait for the copies before a mark."""
-        if mark is not None:
-            self.module.current_stream(self.device).wait_event(mark)
-
-    def finish(self) -> None:
-        """Wait until all copies are complete."""
-        if self.has_streams:
-            self.stream.synchronize()
-
-    @contextmanager
-    def _copying(self, after_computing: bool = False) -> Iterator[None]:
-        if after_computing and self.has_streams:
-            self.stream.wait_stream(self.module.current_stream(self.device))
-        with self.module.stream(self.stream) if self.has_streams else nullcontext():
-            yield
-
-
-def stored_on_host(value: Tensor) -> Tensor:
-    """The same values in host memory, pinned if they come from a device."""
-    return value if value.device.type == "cpu" else value.cpu().pin_memory()
 
 
 def _stored(value: Tensor | None) -> OnHost:

@@ -19,9 +19,10 @@ from shardc.schedules.schedule import ALL, COMPUTE, RECEIVES, SENDS, Action
 from ..comm.comm import REDUCE, Comm
 from ..execute.executor import Rows, Runner
 from ..execute.part import Env, Values
+from ..tier.host import Host
 from .channel import Channel, LocalChannel, Message, MessageId
 from .microbatches import MicrobatchComm
-from .offload import Host, Offload, in_place_of_parameters
+from .offload import Offload, in_place_of_parameters
 from .stages import StageResults, StageRunner, StepValues
 
 

@@ -6,7 +6,7 @@ import argparse
 import ast
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, NoReturn
 
@@ -75,9 +75,10 @@ def add_mesh_options(parser: Parser, is_required: bool = True) -> None:
     parser.add_argument("--mesh", type=mesh, required=is_required, help="axes and sizes: dp=2,tp=4")
     _add_annotate(parser, "replaces the defaults of an hf: target, adds to the annotations that a function returns")
     parser.add_argument(
-        "--zero", metavar="AXES=STAGE[,gather_over=AXES]", type=_zero,
+        "--zero", metavar="AXES=STAGE[,KEY=VALUE]...", type=_zero,
         help="shard parameters, gradients and optimizer states over axes between uses, as ZeRO does: dp=3; "
-        "dp+node=3,gather_over=node where node is on fast links",
+        "dp+node=3,gather_over=node where node is on fast links; dp=3,offload=parameters,to=/scratch, or "
+        "offload=optimizer, stores them in files, or to=host",
     )  # fmt: skip
     parser.add_argument(
         "--pipeline", metavar="AXIS[,KEY=VALUE]...", type=_pipeline,
@@ -272,35 +273,50 @@ def _nodes(text: str) -> tuple[int, str]:
 
 
 def _zero(text: str) -> Zero:
-    form = re.fullmatch(r"([^\W\d][\w+]*)(?:=(\d+))?(?:,gather_over=([^\W\d][\w+]*))?", text)
+    first, *words = text.split(",")
+    form = re.fullmatch(r"([^\W\d][\w+]*)(?:=(\d+))?", first)
     if form is None:
         remedy = "write --zero dp=3, or --zero dp+node=3,gather_over=node"
         raise unreadable(text, "it does not read as axes and a stage", remedy)
-    axis, stage, over = form.groups()
-    return _option(text, Zero, _axes(axis), int(stage or 3), over and _axes(over))
+    axis, stage = form.groups()
+    return _option(text, Zero, _axes(axis), int(stage or 3), **_settings(text, words, ZERO, "ZeRO"))
 
 
 def _axes(text: str) -> str | tuple[str, ...]:
     axes = tuple(text.split("+"))
+    if not all(each.isidentifier() for each in axes):
+        raise unreadable(text, "it does not read as axes", "write dp, or dp+node")
     return axes if len(axes) > 1 else text
+
+
+Settings = Mapping[str, tuple[Callable[[str], Any], str]]  # by name, how a setting is read, and an example
+
+
+def _settings(text: str, words: Iterable[str], known: Settings, who: str) -> dict[str, Any]:
+    """The settings ``key=value`` among the words of an option."""
+    settings: dict[str, Any] = {}
+    for word in words:
+        key, _, value = word.partition("=")
+        if key not in known:
+            remedy = did_you_mean(key, known) or f"say one of {', '.join(f'{each}=' for each in known)}"
+            raise unreadable(text, f"{who} has no such setting", remedy, repr(key))
+        read, example = known[key]
+        if not value:
+            raise unreadable(text, f"{key} has no value", f"write {key}={example}")
+        if key in settings:
+            raise unreadable(text, f"it says {key} twice", "say each setting once")
+        settings[key] = read(value)
+    return settings
+
+
+ZERO: Settings = {"gather_over": (_axes, "node"), "offload": (str, "optimizer"), "to": (str, "/scratch")}
 
 
 def _pipeline(text: str) -> Pipeline:
     axis, *words = text.split(",")
     if not axis.isidentifier():
         raise unreadable(text, "it does not begin with an axis of the mesh", "write --pipeline pp,microbatches=8")
-    settings: dict[str, Any] = {}
-    for word in words:
-        key, _, value = word.partition("=")
-        if key not in PIPELINE:
-            remedy = did_you_mean(key, PIPELINE) or f"say one of {', '.join(f'{each}=' for each in PIPELINE)}"
-            raise unreadable(text, "a pipeline has no such setting", remedy, repr(key))
-        read, example = PIPELINE[key]
-        if not value:
-            raise unreadable(text, f"{key} has no value", f"write {key}={example}")
-        if key in settings:
-            raise unreadable(text, f"it says {key} twice", "say each setting once")
-        settings[key] = read(value)
+    settings = _settings(text, words, PIPELINE, "a pipeline")
     return _option(text, Pipeline, axis, **settings)
 
 
@@ -356,7 +372,7 @@ def _whole_number_or_text(text: str) -> int | str:
     return int(text[:20]) if text.removeprefix("-").isdecimal() else text  # Pipeline refuses what is no count
 
 
-PIPELINE: dict[str, tuple[Callable[[str], Any], str]] = {  # how a setting of a pipeline is read, and an example
+PIPELINE: Settings = {
     "microbatches": (_whole_number_or_text, "8"),
     "schedule": (str, "1f1b"),
     "balance": (str, "flops"),

@@ -21,7 +21,7 @@ from shardc.ops.attention.tiled import TILED, TILED_BACKWARD
 from shardc.ops.contraction import dot
 from shardc.program.collective import Collective
 from shardc.program.communication import collective_at, is_collective, ring_of
-from shardc.program.lifetime import is_row_of_kept
+from shardc.program.lifetime import is_row_of_kept, stored_below
 from shardc.program.node import is_free
 from shardc.program.program import Program, Value, ends_of, parameters_of
 from shardc.program.stages import Stage, has_stages
@@ -94,7 +94,8 @@ def nbytes(type_: TensorType | None) -> int:
 def stored_bytes(program: Program, names: Collection[str]) -> dict[str, int]:
     """Bytes by class of these parameters as they are stored, their gradients and the optimizer's states.
 
-    With the copies of parameters that are kept to compute on; a pipeline keeps none between steps.
+    With the copies of parameters that are kept to compute on; a pipeline keeps none between steps. ``offloaded``: how
+    many of them are not on the device.
     """
     nodes = parameters_of(program)
     results = {} if has_stages(program) else results_by_parameter(program, "computed")
@@ -102,19 +103,28 @@ def stored_bytes(program: Program, names: Collection[str]) -> dict[str, int]:
     rows = {name for name, node in kept.items() if is_row_of_kept(program, name, nodes[name], node)}
     stored = (*(nodes[name] for name in names if name not in rows), *kept.values())
     gradients = {name: node for name, node in results_by_parameter(program, "gradient").items() if name in names}
-    return {
+    bytes_ = {
         "parameters": sum(nbytes(program.local_type(node)) for node in stored),
         "gradients": sum(nbytes(gradient_type(program, *each)) for each in gradients.items()),
         "optimizer": program.options.optimizer_states
         * sum(nbytes(program.local_type(nodes[name])) for name in gradients),
     }
+    zero, pipeline = program.options.zero, program.options.pipeline
+    offloaded = 0
+    if pipeline is not None and pipeline.offload:
+        offloaded = sum(bytes_.values())
+    elif zero is not None and zero.offload is not None:
+        below = stored_below(program).intersection((*stored, *gradients.values()))
+        offloaded = sum(nbytes(program.local_type(node)) for node in below) + bytes_["optimizer"]
+    return {**bytes_, "offloaded": offloaded}
 
 
 def resident_bytes(program: Program, stages: Sequence[Stage], place: Sequence[int]) -> Iterator[int]:
     """The stored bytes of each stage, all classes together; parameters of several stages of a rank count once."""
     counted: dict[int, set[str]] = {rank: set() for rank in place}
     for stage, rank in zip(stages, place, strict=True):
-        yield sum(stored_bytes(program, set(stage.parameters) - counted[rank]).values())
+        stored = stored_bytes(program, set(stage.parameters) - counted[rank])
+        yield sum(stored.values()) - 2 * stored["offloaded"]
         counted[rank] |= set(stage.parameters)
 
 

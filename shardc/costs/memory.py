@@ -27,6 +27,7 @@ def memory_of(program: Program) -> dict[str, int]:
     here). ``saved``: activations that forward makes and backward reads; in a pipeline the most that microbatches under
     way keep between two actions of the schedule. ``gathered``: the most that is gathered of parameters at a time;
     in a pipeline all of it, since it lives for the whole step, in host memory while its stage is offloaded.
+    ``offloaded``: how many of the bytes of parameters, gradients and optimizer are in the tier below.
     ``peak``: the most that is alive at a time, inputs and optimizer included; in a pipeline with the inputs of all
     microbatches, the sums of gradients and what is added to them, and messages: from their computation until they are
     sent, and from their receive until their last reader. Idle stages that are offloaded have no memory on the device.
@@ -41,14 +42,15 @@ def memory_by_rank(program: Program) -> list[dict[str, int]]:
 
 def memory_on(program: Program, ledger: Ledger, count: Callable[[Iterable[Block]], Any] = bytes_of) -> dict[str, Any]:
     """The bytes by class of one rank. ``count``: the bytes of blocks of its ledger in those of the program's sizes."""
-    stored = stored_bytes(program, ledger.parameters)
-    pipeline = program.options.pipeline
-    is_on_host = pipeline is not None and pipeline.offload
+    stored, options = stored_bytes(program, ledger.parameters), program.options
+    offloaded = stored.pop("offloaded")
+    below = {"offloaded": offloaded} if options.offloads else {}
     return {
         **stored,
         "saved": count(ledger.saved),
         "gathered": count(ledger.gathered),
-        "peak": count(ledger.most()) + (0 if is_on_host else stored["optimizer"]),
+        "peak": count(ledger.most()) + (0 if options.offloads else stored["optimizer"]),
+        **below,
     }
 
 
@@ -80,7 +82,7 @@ def memory_curve(program: Program) -> MemoryCurve:
     (ledger,), parts = ledgers_of(program), split(program)
     starts = {"update": 0, "forward": len(parts.update), "backward": len(parts.update) + len(parts.forward)}
     changes = {kind: _changes(ledger.curve(kind)) for kind in CURVE_CLASSES}
-    states = stored_bytes(program, ledger.parameters)["optimizer"]
+    states = 0 if program.options.offloads else stored_bytes(program, ledger.parameters)["optimizer"]
     return MemoryCurve(
         tuple(node for node, _ in ledger.calls), starts, {**changes, "optimizer": [(0, states)] if states else []}
     )

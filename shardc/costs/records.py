@@ -19,6 +19,7 @@ class MemoryEntry:
 
     ``optimizer``: its states, Adam's two by default. ``saved``: what forward makes and backward uses. ``gathered``: the
     most of gathered parameters alive at a time. ``peak``: the most alive at a time, inputs and the optimizer included.
+    ``offloaded``: those of the first three that are in host memory or in files; absent where none may be.
     """
 
     parameters: Count
@@ -27,6 +28,7 @@ class MemoryEntry:
     saved: Count
     gathered: Count
     peak: Count
+    offloaded: Count | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,7 @@ class MemoryExpressions:
     saved: str
     gathered: str
     peak: str
+    offloaded: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ from shardc.ops.attention.rules import ring_attention_backward
 from shardc.ops.attention.tiled import TILED, TILED_BACKWARD
 from shardc.program.collective import mask_padding
 from shardc.program.communication import goes_round, is_collective, is_gathered_early, ring_of
-from shardc.program.lifetime import Parts, owners_of, split
+from shardc.program.lifetime import Parts, owners_of, split, stored_below
 from shardc.program.node import ancestors, arguments, is_getitem, operand
 from shardc.program.program import Program, Value, parameters_of
 from shardc.program.stages import PARTS_OF, TIMED, Crossing, Stages, has_stages, is_cut_in_time, stages_of
@@ -102,6 +102,7 @@ class _Replay:
     ) -> None:
         self.program, self.owners, self.kinds = program, owners, kinds
         self.parameters = {node: name for name, node in parameters_of(program).items() if name in parameters}
+        self.below = stored_below(program)
         self.ledger = Ledger(parameters)
 
     def step(self, parts: Parts) -> Ledger:
@@ -159,8 +160,9 @@ class _Replay:
         return [type_ for each in nodes if (type_ := self.program.local_type(each)) is not None]
 
     def new(self, value: Value, of: Value | None = None) -> Block:
-        """A block for a value, of its class or of that ``of`` another value."""
-        return Block(value, nbytes(self.program.local_type(*value)), self.kinds.get(of or value, "working"))
+        """A block for a value, of its class or of that ``of`` another value; without bytes for one in the tier."""
+        size = 0 if value[0] in self.below else nbytes(self.program.local_type(*value))
+        return Block(value, size, self.kinds.get(of or value, "working"))
 
 
 def find(env: Env, base: Env, node: fx.Node) -> Blocks:

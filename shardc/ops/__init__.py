@@ -11,6 +11,7 @@
 | ``pointwise`` | ``add``, casts, copies, gradients of activations, ``full``, ``arange``, ``shardc.annotate`` |
 | ``random`` | random numbers |
 | ``reduction`` | ``sum``, ``amax``, ``mean``, ``cumsum``, ``sort``, ``topk``, ``softmax`` |
+| ``tier`` | copies between a device and host memory or files |
 | ``view`` | ``view``, ``permute``, ``expand``, ``squeeze``, ``repeat``, ``diagonal`` |
 | ``windowed`` | convolution, pooling, padding by values, resampling |
 | ``zigzag`` | positions into zigzag and back in order |
@@ -28,6 +29,7 @@ from shardc.ops import (  # each file enters its rules in the table
     pointwise,
     random,  # noqa: F401
     reduction,  # noqa: F401
+    tier,  # noqa: F401
     view,  # noqa: F401
     windowed,  # noqa: F401
     zigzag,  # noqa: F401

@@ -50,6 +50,12 @@ class Options:
         """The tensors that the optimizer keeps for each parameter, of its shape and dtype."""
         return OPTIMIZERS[self.optimizer]
 
+    @property
+    def offloads(self) -> bool:
+        """Whether the optimizer's states are in the tier below the device's memory."""
+        in_pipeline = self.pipeline is not None and self.pipeline.offload
+        return in_pipeline or (self.zero is not None and self.zero.offload is not None)
+
     def stage_mesh(self, mesh: Mesh) -> Mesh:
         """The mesh of annotations: with a pipeline the ranks of one stage, else all of them."""
         return self.pipeline.stage_mesh(mesh) if self.pipeline else mesh
@@ -71,6 +77,12 @@ class Options:
         if self.zero and self.pipeline and self.pipeline.axis in self.zero.axes:
             what, problem = f"with Pipeline({self.pipeline.axis!r})", "a parameter is held by the ranks of one stage"
             raise OptionError(f"Zero({self.zero.axis!r})", what, problem, "name another axis in one of them")
+        if self.zero and self.zero.offload and self.pipeline and self.pipeline.offload:
+            what, problem = (
+                f"with Pipeline({self.pipeline.axis!r}, offload=True)",
+                "both say where parameters are stored",
+            )
+            raise OptionError(self.zero.text, what, problem, "leave offload out of one of them")
 
     def check_kinds(self) -> None:
         """Raise an OptionError for an option that has a wrong type."""

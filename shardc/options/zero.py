@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from shardc.language.errors import OptionError
+from shardc.language.errors import OptionError, did_you_mean
 from shardc.language.mesh import Mesh
 
 from .axis import check_axis
 
 STAGES = (1, 2, 3)
+OPTIMIZER, PARAMETERS = "optimizer", "parameters"
+OFFLOADED = (OPTIMIZER, PARAMETERS)
+HOST = "host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +33,21 @@ class Zero:
     axes carry a piece of it. An axis that only ``gather_over`` names cuts what is stored too. A parameter is gathered
     and reduced in one step if none of its dims is a multiple of the number of ranks along all these axes.
 
-    Sources: ZeRO, Rajbhandari et al. 2020; hpZ and qgZ of ZeRO++, Wang et al. 2023.
+    ``offload``: what is stored in the tier below the device's memory, ``to`` host memory or files in a folder, by its
+    absolute path. With ``"optimizer"`` parameters, gradients and optimizer states are there, and the optimizer steps
+    there; the device keeps a copy of each parameter to compute on, fetched again once the optimizer has stepped. With
+    ``"parameters"`` it keeps none: each is fetched where it is used, one layer ahead, in backward once more. Both are
+    of use on axes of one rank too.
+
+    Sources: ZeRO, Rajbhandari et al. 2020; hpZ and qgZ of ZeRO++, Wang et al. 2023; ZeRO-Offload, Ren et al. 2021;
+    ZeRO-Infinity, Rajbhandari et al. 2021.
     """
 
     axis: str | tuple[str, ...] = "dp"
     stage: Literal[1, 2, 3] = 3
     gather_over: str | tuple[str, ...] | None = None
+    offload: Literal["optimizer", "parameters"] | None = None
+    to: str | os.PathLike[str] = HOST
 
     def __post_init__(self) -> None:
         for name in ("axis", "gather_over"):
@@ -45,6 +58,23 @@ class Zero:
         if self.gather_over is not None and not self.slow_axes:
             problem, remedy = "no axis is left to gather over before", "name the axes on slow links too, as axis"
             raise OptionError(self._who, f"gather_over={self.gather_over!r}", problem, remedy)
+        self._check_offload()
+
+    def _check_offload(self) -> None:
+        if isinstance(self.to, os.PathLike):
+            object.__setattr__(self, "to", os.fspath(self.to))
+        if self.offload is not None and self.offload not in OFFLOADED:
+            remedy = did_you_mean(str(self.offload), OFFLOADED) or f"say one of {', '.join(map(repr, OFFLOADED))}"
+            raise OptionError(self._who, f"offload={self.offload!r}", "no such thing is offloaded", remedy)
+        if self.to != HOST and not (isinstance(self.to, str) and os.path.isabs(self.to)):
+            problem, remedy = "it is no absolute path of a folder", f"say to={HOST!r}, or to='/scratch'"
+            raise OptionError(self._who, f"to={self.to!r}", problem, remedy)
+        if self.to != HOST and self.offload is None:
+            remedy = f"say offload={PARAMETERS!r} or offload={OPTIMIZER!r} too"
+            raise OptionError(self._who, f"to={self.to!r}", "nothing is offloaded", remedy)
+        if self.offload == PARAMETERS and self.stage != 3:
+            what, problem = f"stage={self.stage}, offload={self.offload!r}", "it keeps parameters whole on the device"
+            raise OptionError(self._who, what, problem, f"say stage=3, or offload={OPTIMIZER!r}")
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -68,13 +98,17 @@ class Zero:
 
     def __repr__(self) -> str:
         over = "" if self.gather_over is None else f", gather_over={self.gather_over!r}"
-        return f"Zero(axis={self.axis!r}, stage={self.stage}{over})"
+        below = "" if self.offload is None else f", offload={self.offload!r}"
+        to = "" if self.to == HOST else f", to={self.to!r}"
+        return f"Zero(axis={self.axis!r}, stage={self.stage}{over}{below}{to})"
 
     @property
     def flag(self) -> str:
         """The option as one types it on the command line: ``dp=3``, or ``dp+node=3,gather_over=node``."""
         over = f",gather_over={'+'.join(self.fast_axes)}" if self.fast_axes else ""
-        return f"{'+'.join(self.axes)}={self.stage}{over}"
+        below = "" if self.offload is None else f",offload={self.offload}"
+        to = "" if self.to == HOST else f",to={self.to}"
+        return f"{'+'.join(self.axes)}={self.stage}{over}{below}{to}"
 
     def renamed(self, names: Mapping[str, str]) -> Zero:
         """The same over axes of other names."""

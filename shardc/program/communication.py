@@ -19,6 +19,7 @@ from shardc.language.windows import most_rows_sent, overlap_add
 from shardc.ops.attention.ring import Ring, ring_bytes
 from shardc.ops.attention.rules import RINGS, ring_attention_backward
 from shardc.ops.piece import fit
+from shardc.ops.tier import fetch
 from shardc.program.coding.nodes import CODINGS, codec_name, is_decode, is_encode, is_step
 from shardc.program.collective import (
     COLLECTIVES,
@@ -211,8 +212,13 @@ MAX_GATHERS = 2  # one after another, over the slow axes of ZeRO and then over i
 
 
 def is_early(node: fx.Node) -> bool:
-    """Whether a node only gathers inputs, a few ops after them, so that it could be the first call of the program."""
-    return _gathers(node) and all(chain(part.operand) is not None for part in members(node))
+    """Whether a node only fetches an input, or gathers inputs a few ops after them: it could be the first call."""
+    return is_fetch(node) or (_gathers(node) and all(chain(part.operand) is not None for part in members(node)))
+
+
+def is_fetch(node: fx.Node) -> bool:
+    """Whether a node fetches a parameter from the tier below."""
+    return node.target is fetch
 
 
 def is_gathered_early(node: fx.Node) -> bool:
@@ -222,7 +228,7 @@ def is_gathered_early(node: fx.Node) -> bool:
 
 
 def gathered_again(node: fx.Node) -> list[fx.Node]:
-    """The gathers that take the results of an early gather and gather them over further axes."""
+    """The gathers that take what an early node brings, and gather it over axes or over further ones."""
     return list(filter(_gathers, final_readers(node))) if is_early(node) else []
 
 
@@ -253,7 +259,11 @@ def chain(node: fx.Node, most: int = MAX_CHAIN, gathers: int = MAX_GATHERS - 1) 
         return None if None in chains else [*dict.fromkeys(op for each in chains for op in each or ()), node]
     if members(node) or len(node.all_input_nodes) != 1:
         return None
-    is_received = is_decode(node) or (is_getitem(node) and (_gathers(operand(node)) or is_decode(operand(node))))
+    is_received = (
+        is_fetch(node)
+        or is_decode(node)
+        or (is_getitem(node) and (_gathers(operand(node)) or is_decode(operand(node))))
+    )
     if not is_received and (most == 0 or is_getitem(node)):
         return None
     before = chain(node.all_input_nodes[0], most - (not is_received), gathers)

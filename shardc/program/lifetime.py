@@ -15,14 +15,15 @@ from shardc.language.sharding import num_shards
 from shardc.ops.attention.rules import RINGS
 from shardc.ops.contraction import dot
 from shardc.ops.index import MAKE_NEW, lookup_rows, scatter_rows
+from shardc.ops.tier import TRANSFERS, offload
 from shardc.program.coding.nodes import CODINGS, is_decode
 from shardc.program.collective import COLLECTIVES, EXCHANGES, collective_kind, group_size, reshard, saved_slice
 from shardc.program.communication import bucket
 from shardc.program.inference import Layout, Layouts, result_layouts
 from shardc.program.node import ancestors, is_annotation, is_getitem, operand, takes_device
-from shardc.program.program import Program, Value
+from shardc.program.program import Program, Value, parameters_of
 
-MOVES: set[Any] = {*COLLECTIVES, *EXCHANGES, *CODINGS, bucket, reshard}  # their results are new
+MOVES: set[Any] = {*COLLECTIVES, *EXCHANGES, *CODINGS, *TRANSFERS, bucket, reshard}  # their results are new
 OF_FORWARD = ("output", "buffer", "changed", "guard")
 PART_OF = {"computed": "update", **dict.fromkeys(OF_FORWARD, "forward"), "gradient": "backward"}
 
@@ -30,8 +31,11 @@ PART_OF = {"computed": "update", **dict.fromkeys(OF_FORWARD, "forward"), "gradie
 def is_row_of_kept(program: Program, name: str, stored: fx.Node, kept: fx.Node) -> bool:
     """Whether a stored parameter is rows of the gathered copy that is kept of it, and so shares its memory.
 
-    Not where the copy was sent in codes, nor where rows of the copy are padded.
+    Not where it is offloaded, nor where the copy was sent in codes or has padded rows.
     """
+    zero = program.options.zero
+    if zero is not None and zero.offload is not None:
+        return False
     dims, local_type = program.sharding(stored).dims, program.local_type(stored)
     shape = program.global_type(stored).shape
     is_same = program.type(stored).dtype == program.type(kept).dtype and bool(shape)
@@ -40,6 +44,14 @@ def is_row_of_kept(program: Program, name: str, stored: fx.Node, kept: fx.Node) 
     assert local_type is not None
     pieces = zip(dims[1:], local_type.shape[1:], shape[1:], strict=True)
     return all(piece * num_shards(cut.axes) == size for cut, piece, size in pieces)  # sizes may be expressions
+
+
+def stored_below(program: Program) -> set[fx.Node]:
+    """The values that are in the tier below the device's memory."""
+    zero = program.options.zero
+    if zero is None or zero.offload is None:
+        return set()
+    return {*parameters_of(program).values(), *program.graph.find_nodes(op="call_function", target=offload)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +145,7 @@ def _layouts(
 # Aliasing, as far as the ops' schemas say: for generated code, which reuses buffers.
 
 aten = torch.ops.aten
-NEW = {dot, lookup_rows, scatter_rows, *MAKE_NEW, *RINGS}
+NEW = {dot, lookup_rows, scatter_rows, *MAKE_NEW, *RINGS, *TRANSFERS}
 
 
 def dies_at(value: fx.Node, reader: fx.Node, part: Mapping[fx.Node, int]) -> bool:

@@ -11,8 +11,8 @@ from torch import Tensor, fx
 from shardc.ops.attention import kernels
 from shardc.ops.attention.joining import Joined
 from shardc.ops.attention.kernels import Scores
+from shardc.ops.attention.layout import EFFICIENT_BACKWARD, LAYOUTS, ROW, with_long_rows
 from shardc.ops.attention.ring import Ring
-from shardc.ops.layout import EFFICIENT_BACKWARD, LAYOUTS, ROW, with_long_rows
 from shardc.runtime.execute.kernel import kernel_of
 
 BATCH, HEADS, ROWS, SIZE = 2, 3, 40, 8

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, UntypedStorage, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardc.api import Compiled
@@ -26,14 +26,33 @@ from shardc.runtime.pipeline.channel import LocalChannel, Message, MessageId, Ty
 from shardc.runtime.pipeline.runner import PipelineRunner, ScheduleRun
 from shardc.runtime.pipeline.stages import StageRunner
 from shardc.runtime.simulator import _stage_mesh, cut_inputs
+from shardc.runtime.tier.tier import tier_of
 from shardc.schedules.schedule import ALL, Action
+
+CPU = torch.device("cpu")
 
 
 def measured(compiled: Compiled, *args: Any, **kwargs: Any) -> dict[str, int]:
     """``saved`` and ``peak`` of a step on virtual ranks, of the rank where they are most."""
     program = compiled.program
-    inputs = cut_inputs(program, compiled.inputs(program, args, kwargs))
+    inputs = _inputs(compiled, args, kwargs)
     return MeasuringExecutor(program, SimulatedComm(compiled.mesh), is_eager=False).measure(inputs)
+
+
+def _inputs(compiled: Compiled, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[list[Tensor | None]]:
+    """The inputs of each rank; parameters are in the tier below where that is what the options say."""
+    program = compiled.program
+    rows, tier = cut_inputs(program, compiled.inputs(program, args, kwargs)), tier_of(program.options.zero, CPU)
+    if tier is not None:
+        for row in rows:
+            for i, (put, value) in enumerate(zip(program.inputs, row, strict=True)):
+                row[i] = tier.stored(value) if put.kind == "parameter" and value is not None else value
+    return rows
+
+
+def _bytes(storage: UntypedStorage) -> int:
+    """The bytes on the device."""
+    return storage.nbytes() if storage.filename is None else 0
 
 
 class MeasuringExecutor(Executor):
@@ -57,7 +76,8 @@ class MeasuringExecutor(Executor):
 
     def _run(self, part: PartRunner, envs: Sequence[Env]) -> None:
         def look(i: int, values: Sequence[Any]) -> None:
-            alive = sum(value.nbytes for value in self.given[i]) + self._made(i, [*values, *self.held[i]])
+            given = sum(value.nbytes for value in self.given[i] if _bytes(value.untyped_storage()))
+            alive = given + self._made(i, [*values, *self.held[i]])
             self.peak[i] = max(self.peak[i], alive)
 
         run_watched(part, envs, self.comm, look)
@@ -66,7 +86,7 @@ class MeasuringExecutor(Executor):
         """The bytes that some values of a rank own, those of inputs apart."""
         given = {value.untyped_storage().data_ptr() for value in self.given[rank]}
         found = {tensor.untyped_storage() for value in values for tensor in _tensors(value)}
-        sizes = {storage.data_ptr(): storage.nbytes() for storage in found}
+        sizes = {storage.data_ptr(): _bytes(storage) for storage in found}
         return sum(size for address, size in sizes.items() if address not in given)
 
 
@@ -145,7 +165,7 @@ def measured_by_rank(compiled: Compiled, *args: Any) -> list[dict[str, int]]:
     comm = SimulatedComm(_stage_mesh(program.mesh))
     runner = PipelineRunner(program, comm, channel=Posted())
     runner.channel.place = runner.schedule.place
-    inputs = cut_inputs(program, compiled.inputs(program, args))
+    inputs = _inputs(compiled, args, {})
     step = MeasuringRun(runner, runner.with_tangents(inputs, 1.0))
     runner.stage_runners = {stage: MeasuringStage(step, stage, comm) for stage in runner.stage_runners}
     with mock.patch.object(pipeline_runner, "REDUCE", {op: step.watching(reduce) for op, reduce in REDUCE.items()}):
@@ -217,7 +237,7 @@ class MeasuringRun(ScheduleRun):
 
     def look(self, i: int, beside: Sequence[Any] = ()) -> None:
         """At what is alive on the rank that computes, of its stages' rank ``i``."""
-        given = {_place(value): value.nbytes for value in self._given(i)}
+        given = {_place(value): value.nbytes for value in self._given(i) if _bytes(value.untyped_storage())}
         alive = sum(given.values()) + sum(self._made([*self._held(i), *beside]).values())
         self.peak[self.at] = max(self.peak[self.at], alive)
 
@@ -250,7 +270,7 @@ class MeasuringRun(ScheduleRun):
     def _made(self, values: Sequence[Any]) -> dict[int, int]:
         given = {value.untyped_storage().data_ptr() for row in self.inputs for value in row if value is not None}
         found = [tensor.untyped_storage() for value in values if value is not None for tensor in _tensors(value)]
-        return {each.data_ptr(): each.nbytes() for each in found if each.data_ptr() not in given}
+        return {each.data_ptr(): _bytes(each) for each in found if each.data_ptr() not in given}
 
 
 def _place(value: Tensor) -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from shardc.ops.layout import EFFICIENT, EFFICIENT_BACKWARD, dense, positions_first, with_long_rows
+from shardc.ops.attention.layout import EFFICIENT, EFFICIENT_BACKWARD, dense, positions_first, with_long_rows
 
 from .products import Products, Scores
 

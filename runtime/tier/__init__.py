@@ -1,0 +1,1 @@
+"""The tier below a device's memory: host memory, or files of a folder."""

@@ -1,0 +1,78 @@
+"""The tier below a device's memory, where ``Zero.offload`` stores what nothing computes with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from shardc.options.zero import HOST, Zero
+
+from .files import empty_in, folder_of
+from .host import Host
+
+
+class Tier:
+    """Host memory, or files of a ``folder``, below the memory of a device.
+
+    What is fetched is copied beside computation: on a stream of its own, or where the device is a CPU by a thread.
+    """
+
+    def __init__(self, folder: str | None, device: torch.device) -> None:
+        self.folder, self.device, self._host = folder, device, Host(device)
+        self._reader = ThreadPoolExecutor(1, "shardc-fetch")
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory in the tier."""
+        if self.folder is not None:
+            return empty_in(self.folder, shape, dtype)
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=self._host.has_streams)
+
+    def has(self, x: Tensor) -> bool:
+        """Whether a tensor is in the tier."""
+        return x.device.type == "cpu" and (self.folder is None or folder_of(x) == self.folder)
+
+    def copied(self, x: Tensor) -> Tensor:
+        """A copy in the tier."""
+        return x if x.is_meta else self.empty(x.shape, x.dtype).copy_(x)
+
+    def stored(self, x: Tensor) -> Tensor:
+        """The same values in the tier."""
+        return x if self.has(x) else self.copied(x)
+
+    def fetch(self, x: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
+        """Start a copy on the device, in a tensor if one is given; returns a function that waits for it."""
+        if self._host.has_streams:
+            return self._host.fetch(x, into)
+        if x.is_meta:
+            return lambda: x
+        with torch.inference_mode(False):  # it may be kept, and fetched again outside of that mode
+            copy = torch.empty(x.shape, dtype=x.dtype) if into is None else into
+        return self._reader.submit(_copied, copy, x).result
+
+    def offload(self, x: Tensor) -> Callable[[], Tensor]:
+        """Start a copy in the tier; returns a function that waits for it. What code that is compiled returns stays."""
+        if x.is_meta or isinstance(x, FakeTensor):
+            return lambda: x
+        copy = self.empty(x.shape, x.dtype)
+        if self._host.has_streams:
+            return self._host.offload(x, copy)
+        copy.copy_(x)
+        return lambda: copy
+
+
+@torch.no_grad()
+def _copied(copy: Tensor, x: Tensor) -> Tensor:
+    return copy.copy_(x)
+
+
+@lru_cache(maxsize=64)
+def tier_of(zero: Zero | None, device: torch.device) -> Tier | None:
+    """The tier that an option names; None where nothing is offloaded."""
+    if zero is None or zero.offload is None:
+        return None
+    return Tier(None if zero.to == HOST else str(zero.to), device)

@@ -1,0 +1,86 @@
+"""offload: parameters are in the tier below, numbers are the same to the bit, and the device holds what it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpt import DATA, GPT, MEGATRON, Config
+from measuring import measured, measured_by_rank, without_optimizer
+from torch import Tensor, nn
+
+import shardc
+from shardc import Compiled, Mesh, Pipeline, Precision, Remat, Zero
+from shardc.costs.memory import memory_by_rank
+from shardc.ops.tier import fetch
+from shardc.program.program import Program, parameters_of
+
+SIZE = Config(layers=4, vocab=96, context=32, width=32, heads=4)
+ODD = Config(layers=3, vocab=51, context=15, width=20, heads=4, dropout=0.1)
+PLANS: dict[str, tuple[Mesh, dict[str, Any]]] = {
+    "one rank": (Mesh(dp=1), {}),
+    "two ranks": (Mesh(dp=2), {}),
+    "three ranks": (Mesh(dp=3), {}),
+    "with tensor parallelism": (Mesh(dp=2, tp=2), {}),
+    "gathered over fast axes": (Mesh(dp=2, node=2), {"zero": {"gather_over": "node"}}),
+    "in bfloat16": (Mesh(dp=2), {"precision": Precision()}),
+    "one rank in bfloat16": (Mesh(dp=1), {"precision": Precision()}),
+    "recomputed": (Mesh(dp=2), {"remat": Remat("blocks.*")}),
+    "recomputed on one rank": (Mesh(dp=1), {"remat": Remat("blocks.*"), "precision": Precision()}),
+    "within a budget": (Mesh(dp=2), {"remat": Remat(budget=150_000)}),
+    "each alone": (Mesh(dp=2), {"bucket": 1}),
+    "in codes": (Mesh(dp=2), {"wire": {"parameters": "int8"}}),
+    "1f1b": (Mesh(pp=2, dp=2), {"pipeline": Pipeline("pp", 4)}),
+    "zb-v": (Mesh(pp=2, dp=1), {"pipeline": Pipeline("pp", 4, schedule="zb-v", balance="flops")}),
+}
+
+
+def target(size: Config = SIZE, batch: int = 8) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    model = GPT(size)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    return model, (*torch.randint(size.vocab, (2, batch, size.context)),)
+
+
+def compile_gpt(
+    mesh: Mesh, size: Config = SIZE, zero: dict[str, Any] | None = None, **options: Any
+) -> tuple[Compiled, tuple[Tensor, ...]]:
+    model, args = target(size)
+    annotations = {key: spec for key, spec in {**DATA, **MEGATRON}.items() if set(spec.axes) <= set(mesh.axis_names)}
+    return shardc.compile(model, mesh, annotations, args=args, zero=Zero("dp", **(zero or {})), **options), args
+
+
+def below(folder: Path, what: str, stage: int = 3) -> dict[str, Any]:
+    return {"stage": stage, "offload": what, "to": folder}
+
+
+@pytest.mark.parametrize("size", [SIZE, ODD], ids=["even", "odd, with dropout"])
+@pytest.mark.parametrize("what", ["parameters", "optimizer"])
+@pytest.mark.parametrize("name", PLANS)
+def test_the_numbers_are_the_same_and_what_is_alive_is_predicted(
+    name: str, what: str, size: Config, tmp_path: Path
+) -> None:
+    mesh, options = PLANS[name]
+    options = dict(options)
+    zero = options.pop("zero", {})
+    stored_below, args = compile_gpt(mesh, size, {**zero, **below(tmp_path, what)}, **options)
+    without, _ = compile_gpt(mesh, size, zero, **options)
+    (loss, gradients), (expected, of_expected) = (each.simulate(*args) for each in (stored_below, without))
+    assert torch.equal(loss, expected) and gradients.keys() == of_expected.keys()
+    for key, gradient in gradients.items():
+        assert torch.equal(gradient, of_expected[key]), key
+    program = stored_below.program
+    is_cast_there = "precision" in options and what == "parameters"
+    assert {user.target is fetch for user in readers_of(program)} == {not is_cast_there}
+    if program.options.pipeline:
+        found = measured_by_rank(stored_below, *args)
+        assert found == [without_optimizer(each, is_offloaded=True) for each in memory_by_rank(program)]
+    else:
+        assert measured(stored_below, *args) == without_optimizer(stored_below.memory, is_offloaded=True)
+
+
+def readers_of(program: Program) -> list[Any]:
+    return [user for node in parameters_of(program).values() for user in node.users]
