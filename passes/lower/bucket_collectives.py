@@ -29,6 +29,7 @@ from torch import fx
 from shardc.language.machine import CollectiveKind
 from shardc.language.mesh import MICROBATCH
 from shardc.language.words import Part
+from shardc.ops.tier import offload
 from shardc.program.coding.content import Contents
 from shardc.program.communication import Member, bucket, chain, deferrable, is_early, layer, members, move_before
 from shardc.program.lifetime import split
@@ -65,9 +66,13 @@ def _is_in_steps(program: Program) -> bool:
 
 
 def _view_last(program: Program) -> None:
-    """Move views that are gradients, and nothing else, to the end: they would close the bucket that they read."""
+    """Move to the end what would close the bucket that it reads: views and copies that are gradients, and nothing else.
+
+    The pass ``overlap_collectives`` finds a place for the copies.
+    """
     for node in list(program.calls):
-        if is_view(node) and set(node.users) == {program.output_node}:
+        is_end = is_view(node) or node.target is offload
+        if is_end and set(node.users) == {program.output_node}:
             program.output_node.prepend(node)
 
 

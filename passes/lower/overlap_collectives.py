@@ -18,7 +18,8 @@ A layer's parameters are gathered one layer ahead, so that two layers' parameter
     c = all_gather(d, ("dp",), 0)
     z = dot(y, c)                                 z = dot(y, c)
 
-Sums of one number that depend on the inputs alone, as the number of targets that count, start before all else.
+A gradient goes to the tier below once the next ones are on their way. Sums of one number that depend on the inputs
+alone, as the number of targets that count, start before all else.
 
 Invariant: the order alone changes, and that of collectives is the same on every rank.
 """
@@ -34,6 +35,7 @@ from torch import fx
 from shardc.costs.count import flops_of_call
 from shardc.language.machine import LOCAL_KINDS
 from shardc.ops.attention.rules import RINGS
+from shardc.ops.tier import offload
 from shardc.program.coding.nodes import CODINGS, is_encode
 from shardc.program.collective import group_size
 from shardc.program.communication import (
@@ -48,7 +50,7 @@ from shardc.program.communication import (
     move_before,
 )
 from shardc.program.lifetime import owners_of, split
-from shardc.program.node import ancestors, descendants, is_free, is_getitem, is_view
+from shardc.program.node import ancestors, descendants, is_free, is_getitem, is_view, operand
 from shardc.program.program import Program
 
 
@@ -57,7 +59,7 @@ def overlap_collectives(program: Program) -> Program:
     program = program.edited()
     _count_first(program)
     backward = split(program).backward
-    order = _in_turn(_put_off(backward))
+    order = _offload_soon(_in_turn(_put_off(backward)))
     if order != list(backward):
         for node in order:  # nothing before backward reads its results
             program.output_node.prepend(node)
@@ -203,6 +205,23 @@ def _next_steps(under_way: Sequence[list[list[fx.Node]]]) -> list[fx.Node]:
     return [node for steps in under_way if steps for node in steps.pop(0)]
 
 
+def _offload_soon(order: Sequence[fx.Node]) -> list[fx.Node]:
+    """The order in which a gradient goes to the tier below once the next ones are on their way to all ranks."""
+    within, offloads = set(order), dict[fx.Node, list[fx.Node]]()
+    for node in order:
+        if node.target is offload and operand(node) in within:
+            offloads.setdefault(operand(node), []).append(node)
+    copies = {node for nodes in offloads.values() for node in nodes}
+    soon, waiting = list[fx.Node](), list[fx.Node]()
+    for node in (each for each in order if each not in copies):
+        soon.append(node)
+        if _is_sent(node) or node.target is bucket:
+            soon += waiting
+            waiting = []
+        waiting += offloads.get(node, ())
+    return soon + waiting
+
+
 def _sends_codes(node: fx.Node) -> bool:
     return bool(members(node)) and node.target is not bucket and is_encode(members(node)[0].operand)
 
@@ -210,6 +229,8 @@ def _sends_codes(node: fx.Node) -> bool:
 def _is_awaited(node: fx.Node, within: Set[fx.Node]) -> bool:
     """Whether a call, other than one on codes, reads what is sent, or what is decoded of it."""
     for user in within & node.users.keys():
+        if user.target is offload:
+            continue
         is_on_the_way = user.target in CODINGS or _sends_codes(user) or (is_getitem(user) and node.target in CODINGS)
         if not is_on_the_way or _is_awaited(user, within):
             return True

@@ -12,6 +12,7 @@ import mmap
 import os
 import stat
 import sys
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -119,24 +120,24 @@ class Hashing:
 
 
 class OpenFile:
-    """A file that is read: its tensors are views of a memory map, and nothing is read before they are."""
+    """A file that is read: a tensor is a view of a memory map of its bytes, and nothing is read before it is."""
 
     def __init__(self, path: Path, size: int | None = None) -> None:
         """Open a regular file; a CheckpointError names it if it is missing, no file, or not ``size`` bytes long."""
         self.path, self._headers = path, dict[str, Header]()
-        with named_errors(path, "cannot be read"), open(regular_file(path), "rb") as file:
-            found = os.fstat(file.fileno()).st_size
-            if size is not None and found != size:
-                what, problem = f"{found} bytes", f"the index says {size}"
-                raise CheckpointError(str(path), what, problem, "it was cut short or changed: load another checkpoint")
-            self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if found else None
+        with named_errors(path, "cannot be read"):
+            self._descriptor = regular_file(path)
+        weakref.finalize(self, os.close, self._descriptor)
+        self._size = os.fstat(self._descriptor).st_size
+        if size is not None and self._size != size:
+            what, problem = f"{self._size} bytes", f"the index says {size}"
+            raise CheckpointError(str(path), what, problem, "it was cut short or changed: load another checkpoint")
 
     def sha256(self) -> str:
         """The SHA-256 of all its bytes."""
-        digest = hashlib.sha256()
-        for begin in range(0, 0 if self.map is None else len(self.map), CHUNK):
-            with memoryview(self.map) as data, data[begin : begin + CHUNK] as part:  # type: ignore[arg-type]
-                digest.update(part)
+        digest, chunk = hashlib.sha256(), memoryview(bytearray(CHUNK))
+        for begin in range(0, self._size, CHUNK):
+            digest.update(chunk[: os.preadv(self._descriptor, [chunk], begin)])
         return digest.hexdigest()
 
     @property
@@ -151,30 +152,35 @@ class OpenFile:
         return self._headers
 
     def tensor(self, key: str) -> Tensor:
-        """A tensor in the file's memory map."""
-        header = self.headers[key]
-        if not header.num_bytes:
-            return torch.empty(header.shape, dtype=DTYPES[header.code])
-        count, dtype = math.prod(header.shape), DTYPES[header.code]
-        assert self.map is not None
-        return torch.frombuffer(self.map, dtype=dtype, count=count, offset=header.begin).view(header.shape)
+        """A tensor in a memory map."""
+        return self._mapped(key)[0]
 
     @contextmanager
     def reading(self, key: str) -> Iterator[Tensor]:
-        """A tensor in the file's memory map, whose pages leave this process's memory after the block."""
-        yield self.tensor(key)
-        header, page = self.headers[key], mmap.PAGESIZE
-        begin, end = header.begin // page * page, header.end // page * page
-        if self.map is not None and begin < end and hasattr(mmap, "MADV_DONTNEED"):
-            self.map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+        """A tensor in a memory map, whose pages leave this process's memory after the block."""
+        tensor, pages = self._mapped(key)
+        yield tensor
+        if pages is not None and hasattr(mmap, "MADV_DONTNEED"):
+            pages.madvise(mmap.MADV_DONTNEED)
+
+    def _mapped(self, key: str) -> tuple[Tensor, mmap.mmap | None]:
+        """A tensor, and the map of the pages that it is in; None for one without elements."""
+        header = self.headers[key]
+        if not header.num_bytes:
+            return torch.empty(header.shape, dtype=DTYPES[header.code]), None
+        start = header.begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        with named_errors(self.path, "cannot be read"):
+            pages = mmap.mmap(self._descriptor, header.end - start, access=mmap.ACCESS_COPY, offset=start)
+        count, dtype = math.prod(header.shape), DTYPES[header.code]
+        tensor = torch.frombuffer(pages, dtype=dtype, count=count, offset=header.begin - start)
+        return tensor.view(header.shape), pages
 
     def _read_header(self) -> Iterator[tuple[str, Header]]:
-        data = self.map or b""
-        length = int.from_bytes(data[:8], "little")
-        if len(data) < 8 or length > min(MOST_HEADER, len(data) - 8):
-            raise FormatError(f"it is said to be {length} bytes long, the file is {len(data)}")
+        length = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
+        if self._size < 8 or length > min(MOST_HEADER, self._size - 8):
+            raise FormatError(f"it is said to be {length} bytes long, the file is {self._size}")
         place = 0
-        for key, each in strict_json(data[8 : 8 + length]).items():
+        for key, each in strict_json(os.pread(self._descriptor, length, 8)).items():
             if key == "__metadata__":
                 continue
             code, shape, (begin, end) = each["dtype"], tuple(each["shape"]), each["data_offsets"]
@@ -184,8 +190,8 @@ class OpenFile:
                 raise FormatError(f"tensor {key!r}: {code} {shape} is not at bytes {begin} to {end}")
             place = end
             yield key, header
-        if 8 + length + place != len(data):
-            raise FormatError(f"its tensors are {place} bytes, the file has {len(data) - 8 - length}")
+        if 8 + length + place != self._size:
+            raise FormatError(f"its tensors are {place} bytes, the file has {self._size - 8 - length}")
 
 
 def strict_json(text: bytes | str) -> Any:

@@ -19,6 +19,7 @@ from shardc.language.sharding import TensorType, dtype_name
 from shardc.ops.attention.rules import RINGS, is_attention, ring_flops
 from shardc.ops.attention.tiled import TILED, TILED_BACKWARD
 from shardc.ops.contraction import dot
+from shardc.ops.tier import TRANSFERS
 from shardc.program.collective import Collective
 from shardc.program.communication import collective_at, is_collective, ring_of
 from shardc.program.lifetime import is_row_of_kept, stored_below
@@ -166,6 +167,9 @@ def call_seconds(program: Program, node: fx.Node) -> float:
     """The time for which one rank computes in a call; 0 for a view."""
     if is_free(node):
         return 0.0
+    if node.target in TRANSFERS:
+        device, size = program.options.machine.device, nbytes(program.local_type(node))
+        return device.transfer_seconds(size, program.options.in_files)
     types = [type_ for type_ in program.types(node) if type_ is not None]
     dtype = dtype_name(types[0].dtype) if types else "float32"
     flops, moved = flops_of_call(program, node), bytes_moved(program, node)
@@ -219,5 +223,5 @@ def update_seconds(program: Program, names: Collection[str] | None = None) -> fl
     parameters = parameters_of(program)
     stored = sum(nbytes(program.local_type(parameters[name])) for name in gradients)
     read = sum(nbytes(gradient_type(program, *each)) for each in gradients.items())
-    options = program.options
-    return options.machine.device.update_seconds(2 * (1 + options.optimizer_states) * stored + read)
+    options, moved = program.options, 2 * (1 + program.options.optimizer_states) * stored + read
+    return options.machine.device.update_seconds(moved, options.offloads, options.in_files)

@@ -244,11 +244,24 @@ class AxesTime:
 
 
 @dataclass(frozen=True, slots=True)
+class CopyTime:
+    """Copies between the device and the tier below, in seconds.
+
+    ``way``: fetched, or offloaded. ``waited``: in which computing is idle until one of them ends.
+    """
+
+    way: Literal["fetched", "offloaded"]
+    count: Count
+    seconds: Amount
+    waited: Amount
+
+
+@dataclass(frozen=True, slots=True)
 class TimeEntry:
     """A step on the machine that was named, predicted, in seconds; of a pipeline ``step`` alone.
 
     ``computing``: of forward and backward. ``optimizer``: of its step. ``shared``: of collectives that take the rank's
-    own processor.
+    own processor. ``copies``: from the tier below and to it.
     """
 
     step: Amount
@@ -256,6 +269,7 @@ class TimeEntry:
     optimizer: Amount | None = None
     shared: Amount | None = None
     collectives: tuple[AxesTime, ...] | None = None
+    copies: tuple[CopyTime, ...] | None = None
 
 
 # A model cut in stages, before there is a schedule.

@@ -9,9 +9,9 @@ from functools import cached_property
 
 from shardc.costs.count import flops_of
 from shardc.costs.memory import memory_of
-from shardc.costs.records import AxesTime, MemoryEntry, TimeEntry, TrafficEntry
+from shardc.costs.records import AxesTime, CopyTime, MemoryEntry, TimeEntry, TrafficEntry
 from shardc.costs.stage_record import StageRecord
-from shardc.costs.step_time import COMPUTING, OPTIMIZER, OVER, Slice, axes_and_link, step_timeline
+from shardc.costs.step_time import COMPUTING, COPYING, OPTIMIZER, OVER, Slice, axes_and_link, step_timeline
 from shardc.language.text import seconds_text, table
 from shardc.program.program import Program
 from shardc.program.stages import has_stages
@@ -75,13 +75,16 @@ class StepRecord:
         sums = {"computing": 0.0, OPTIMIZER: 0.0, "shared": 0.0}
         for task in self.timeline.on(COMPUTING):
             sums[_kind(task)] += task.seconds
-        collectives: list[AxesTime] = []
+        collectives, copies = list[AxesTime](), list[CopyTime]()
         for lane in lanes:
-            tasks, (axes, _) = self.timeline.on(lane), axes_and_link(lane)
-            seconds = rounded(sum(task.seconds for task in tasks))
-            collectives.append(AxesTime(axes, len(tasks), seconds, rounded(waiting[lane])))
+            tasks = self.timeline.on(lane)
+            times = len(tasks), rounded(sum(task.seconds for task in tasks)), rounded(waiting[lane])
+            if lane in COPYING.values():
+                copies.append(CopyTime(lane, *times))  # type: ignore[arg-type]
+            else:
+                collectives.append(AxesTime(axes_and_link(lane)[0], *times))
         computing, optimizer, shared = (rounded(sums[name]) for name in ("computing", OPTIMIZER, "shared"))
-        return TimeEntry(step, computing, optimizer, shared, tuple(collectives))
+        return TimeEntry(step, computing, optimizer, shared, tuple(collectives), tuple(copies) or None)
 
     def text(self) -> str:
         """A table."""
@@ -95,6 +98,10 @@ class StepRecord:
         rows += [
             (OVER + each.axes, each.count, seconds_text(each.seconds), seconds_text(each.waited), links[each.axes])
             for each in entry.collectives or ()
+        ]
+        rows += [
+            (each.way, each.count, seconds_text(each.seconds), seconds_text(each.waited), "")
+            for each in entry.copies or ()
         ]
         rows.append(("total", "", seconds_text(entry.step), "", ""))
         return table(("predicted step", "count", "time", "waited for", "link"), rows)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import permutations
+from typing import Any
 
 from torch import fx
 
@@ -30,9 +31,11 @@ from shardc.language.partition import parse_part
 from shardc.language.text import bytes_text, seconds_text
 from shardc.language.words import Part
 from shardc.ops.attention.rules import RINGS
+from shardc.ops.tier import TRANSFERS, fetch, offload
 from shardc.program.collective import Collective
 from shardc.program.communication import collective_at, is_collective
 from shardc.program.lifetime import split
+from shardc.program.node import op_name
 from shardc.program.program import Program
 from shardc.program.provenance import Phase
 from shardc.program.stages import Crossing, has_stages
@@ -42,6 +45,7 @@ from shardc.schedules.clock import Task
 from shardc.schedules.timeline import Timeline, timeline
 
 COMPUTING, OPTIMIZER, OVER = "computing", "optimizer step", "collectives over "  # lanes
+COPYING: dict[Any, str] = {fetch: "fetched", offload: "offloaded"}  # lanes of copies from the tier below, and to it
 BY = " by "  # in the name of a lane, between its axes and a link that crosses nodes
 BEFORE_SCHEDULE: tuple[Part, ...] = ("once", "count", "settle")
 
@@ -107,7 +111,9 @@ class _Lanes:
         """Every call that takes time, every collective, and the optimizer's step."""
         parts = split(self.program)
         for node in (*parts.update, *parts.forward, *parts.backward):
-            if not is_collective(node):
+            if node.target in TRANSFERS:
+                yield from self._transfer(node)
+            elif not is_collective(node):
                 yield from self._call(node)
             elif node.target in RINGS:  # it computes with what it has while the next keys are on their way
                 yield from self._collective(node)
@@ -127,6 +133,12 @@ class _Lanes:
             task = Task(self._slice(node), (COMPUTING,), seconds, after)
             self.makers[node] = self.last = (task.name,)
             yield task
+
+    def _transfer(self, node: fx.Node) -> Iterator[Task]:
+        after = tuple(dict.fromkeys((*self._operand_makers(node), *self.last)))
+        name = self._slice(node, op_name(node.target))
+        self.makers[node] = (name,)
+        yield Task(name, (COPYING[node.target],), call_seconds(self.program, node), after)
 
     def _collective(self, node: fx.Node) -> Iterator[Task]:
         collective = collective_at(self.program, node)

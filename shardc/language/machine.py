@@ -134,7 +134,8 @@ class Device:
     ``flops``: floating-point operations a second of contractions, by dtype; one that is not named runs as float32.
     ``attention``: the part of that rate which fused attention reaches. ``memory``: bytes a second that all other ops
     read and write. ``update``: bytes a second of the optimizer's step; as ``memory`` where it is 0. ``call``: seconds
-    of the shortest call. ``capacity``: bytes that it holds, where that is known.
+    of the shortest call. ``capacity``: bytes that it holds, where that is known. ``host`` and ``files``: bytes a second
+    between it and host memory, and files; as ``memory``, and as an NVMe disk, where that is not said.
     """
 
     flops: Mapping[str, Rate]
@@ -144,9 +145,12 @@ class Device:
     update: Amount = 0.0
     name: str = field(default="a device", compare=False)
     capacity: Size | None = None
+    host: Rate | None = None
+    files: Rate | None = None
 
     def __post_init__(self) -> None:
         rates = {"memory": self.memory, "attention": self.attention, **self.flops}
+        rates |= {name: rate for name in ("host", "files") if (rate := getattr(self, name)) is not None}
         wrong = [f"{name}={rate!r}" for name, rate in rates.items() if not rate > 0]
         wrong += [f"{name}={each!r}" for name in ("call", "update") if not (each := getattr(self, name)) >= 0]
         wrong += [] if self.capacity is None or self.capacity > 0 else [f"capacity={self.capacity!r}"]
@@ -161,39 +165,48 @@ class Device:
         rate = self.flops.get(dtype, self.flops["float32"]) * (self.attention if is_attention else 1)
         return max(self.call, flops / rate, nbytes / self.memory)
 
-    def update_seconds(self, nbytes: int) -> float:
-        """Seconds of an optimizer's step that reads and writes ``nbytes``."""
-        return nbytes / (self.update or self.memory)
+    def update_seconds(self, nbytes: int, is_on_host: bool = False, in_files: bool = False) -> float:
+        """Seconds of an optimizer's step that reads and writes ``nbytes``, on the device or in the tier below."""
+        rate = HOST_UPDATE if is_on_host else self.update or self.memory
+        return nbytes / (min(rate, self.files or FILES) if in_files else rate)
 
+    def transfer_seconds(self, nbytes: int, in_files: bool) -> float:
+        """Seconds of a copy between the device and host memory or files."""
+        rate = self.host or self.memory
+        return nbytes / (min(rate, self.files or FILES) if in_files else rate)
+
+
+FILES = 4e9  # bytes a second, below Samsung's data sheet of a PM9A3: an NVMe disk that reads 6.8 GB/s and writes 4 GB/s
+HOST_UPDATE = 2.5e10  # bytes a second that the optimizer's step reads and writes in host memory, as on one ``cpu``
 
 # Rates are what kernels reach, below the nominal figures of the data sheet beside them (dense 16-bit, float32, memory):
 # about 61 % of 16-bit products, 67 % of others, 78 % of the memory's rate; of an A100 70, 77 and 69 %. Capacities are
-# nominal. ``cpu`` is one core.
+# nominal. ``host`` is that of the link pcie, or pcie5, of each. ``cpu`` is one core.
 DEVICES = {
     # NVIDIA A100 80GB SXM: 312 TFLOP/s, 19.5 TFLOP/s (float64 on tensor cores as well), 2.04 TB/s
     "a100": Device(
         {"float32": 1.5e13, "bfloat16": 2.2e14, "float16": 2.2e14, "float64": 1.5e13}, 1.4e12, 5e-6, 0.6,
-        name="a100", capacity=80 * 10**9,
+        name="a100", capacity=80 * 10**9, host=2e10,
     ),
     # NVIDIA H100 SXM: 989 TFLOP/s, 67 TFLOP/s (float64 on tensor cores as well), 3.35 TB/s
     "h100": Device(
         {"float32": 4.5e13, "bfloat16": 6.0e14, "float16": 6.0e14, "float64": 4.5e13}, 2.6e12, 5e-6, 0.6,
-        name="h100", capacity=80 * 10**9,
+        name="h100", capacity=80 * 10**9, host=4e10,
     ),
     # NVIDIA H200 SXM: as H100, 4.8 TB/s
     "h200": Device(
         {"float32": 4.5e13, "bfloat16": 6.0e14, "float16": 6.0e14, "float64": 4.5e13}, 3.7e12, 5e-6, 0.6,
-        name="h200", capacity=141 * 10**9,
+        name="h200", capacity=141 * 10**9, host=4e10,
     ),
     # NVIDIA HGX B200, one of 8: 2250 TFLOP/s, 75 TFLOP/s (float64 37), 8 TB/s
     "b200": Device(
         {"float32": 5.0e13, "bfloat16": 1.36e15, "float16": 1.36e15, "float64": 2.5e13}, 6.2e12, 5e-6, 0.6,
-        name="b200", capacity=180 * 10**9,
+        name="b200", capacity=180 * 10**9, host=4e10,
     ),
     # NVIDIA L40S: 362 TFLOP/s, 91.6 TFLOP/s (float64 a 64th), 864 GB/s
     "l40s": Device(
         {"float32": 6.1e13, "bfloat16": 2.2e14, "float16": 2.2e14, "float64": 9.6e11}, 6.7e11, 5e-6, 0.6,
-        name="l40s", capacity=48 * 10**9,
+        name="l40s", capacity=48 * 10**9, host=2e10,
     ),
     "cpu": Device({"float32": 1.0e11, "float64": 5.0e10}, 8e9, 5e-6, 0.6, 2.5e10, name="cpu"),
 }  # fmt: skip

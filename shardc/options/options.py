@@ -14,7 +14,7 @@ from .pipeline import Pipeline
 from .precision import Precision
 from .remat import Remat
 from .saved import Saved, check_saved
-from .zero import STAGES, Zero
+from .zero import HOST, STAGES, Zero
 
 BUCKET = 25 * 2**20  # bytes, as many as DDP's
 ADAM = "adam"
@@ -55,6 +55,11 @@ class Options:
         """Whether the optimizer's states are in the tier below the device's memory."""
         in_pipeline = self.pipeline is not None and self.pipeline.offload
         return in_pipeline or (self.zero is not None and self.zero.offload is not None)
+
+    @property
+    def in_files(self) -> bool:
+        """Whether what is offloaded is in files."""
+        return self.zero is not None and self.zero.to != HOST
 
     def stage_mesh(self, mesh: Mesh) -> Mesh:
         """The mesh of annotations: with a pipeline the ranks of one stage, else all of them."""

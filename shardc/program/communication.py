@@ -295,8 +295,11 @@ def deferrable(program: Program) -> frozenset[fx.Node]:
 
     They are the ``all_reduce``s whose results reach only gradients of parameters, through linear ops, and those ops.
     Under stage 1 of ``Zero`` that holds for a ``reduce_scatter`` too; elsewhere one makes a gradient smaller at once.
+    Elsewhere none may wait where gradients are offloaded: the device has no room for them.
     """
     zero = program.options.zero
+    if zero is not None and zero.offload is not None and zero.stage != 1:
+        return frozenset()
     kinds = {"all_reduce", "reduce_scatter"} if zero is not None and zero.stage == 1 else {"all_reduce"}
     return frozenset(_closed(program, {node for node in only_to_gradients(program) if _reduces(node, kinds)}))
 

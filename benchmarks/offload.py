@@ -1,0 +1,210 @@
+"""A GPT whose parameters, gradients and Adam states are many times the memory of its process, trained from files.
+
+::
+
+    python benchmarks/offload.py --limit 500 --times 6
+
+One process trains a model with ``Zero(offload="parameters", to=FOLDER)`` under a limit of memory, another one the same
+model in plain torch without a limit. The limit holds for all private memory of the process (``RLIMIT_DATA``), torch
+itself included; as root under Linux also for the pages of files that it has in memory (a ``memory`` cgroup). Printed
+are the losses of both, the peaks of resident memory, the seconds of a step, and the bytes that a step reads from the
+disk and writes to it. ``bound``: the larger of the plain step's seconds and of these bytes at the rates of the disk,
+which are measured first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardc
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+from gpt import DATA, GPT, Config
+
+MB = 10**6
+CGROUPS = Path("/sys/fs/cgroup/memory")
+LAYER, STATES = 12, 16  # parameters of a layer by width squared; bytes of a parameter, its gradient and Adam's states
+ROWS, POSITIONS, VOCABULARY = 2, 128, 2048
+RATE = 512 * MB  # bytes by which the disk is measured
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "131072"}  # else glibc keeps blocks that are free, as it finds them
+
+
+def main() -> None:
+    """Train in both ways, and print what they took."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--limit", type=int, default=500, help="MB of memory of the process")
+    parser.add_argument("--times", type=float, default=6, help="states of the model, in limits")
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk")
+    parser.add_argument("--way", choices=[*WAYS], help="run one way alone, in this process")
+    arguments = parser.parse_args()
+    if arguments.way:
+        print(json.dumps(WAYS[arguments.way](arguments)))
+        return
+    work = Path(tempfile.mkdtemp(dir=arguments.folder))
+    try:
+        torch.manual_seed(0)
+        model = GPT(config(arguments))
+        count = sum(parameter.numel() for parameter in model.parameters())
+        save_file(model.state_dict(), work / "model.safetensors")
+        del model
+        found = {way: _run(way, arguments, work) for way in WAYS}
+        read, write = _rates(work)
+    finally:
+        shutil.rmtree(work)
+    plain, files = found["plain"], found["files"]
+    states, limit = STATES * count, arguments.limit * MB
+    size = f"{states / MB:.0f} MB of states, {states / limit:.1f} times {limit / MB:.0f} MB"
+    print(f"{count / 1e6:.0f} million parameters: {size}")
+    print("limits", *files["limits"])
+    differences = [abs(a - b) for a, b in zip(plain["losses"], files["losses"], strict=True)]
+    print("losses", *(f"{loss:.6f}" for loss in files["losses"]), f"differ by at most {max(differences):.1e}")
+    for way, each in found.items():
+        peak = each["anonymous"] / MB
+        print(f"{way:6} {each['seconds']:6.2f} s a step, {peak:6.0f} MB of private memory at the peak")
+    disk = files["read"] / read + files["written"] / write
+    for verb, nbytes, rate in (("read", files["read"], read), ("written", files["written"], write)):
+        print(f"disk   {nbytes / MB:.0f} MB {verb} a step, at {rate / MB:.0f} MB/s")
+    bound = max(plain["seconds"], disk)
+    print(f"bound  {bound:6.2f} s a step; {files['seconds'] / bound:.2f} of it")
+
+
+def config(arguments: argparse.Namespace) -> Config:
+    """A model of about so many layers that its states are as many bytes as is asked."""
+    count = arguments.times * arguments.limit * MB / STATES - 2 * VOCABULARY * arguments.width
+    layers = -(-count // (LAYER * arguments.width**2))
+    return Config(
+        layers=int(layers), width=arguments.width, heads=arguments.width // 64, vocab=VOCABULARY, context=POSITIONS
+    )
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """Tokens and targets."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(VOCABULARY, (ROWS, POSITIONS + 1), generator=generator)
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def _run(way: str, arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
+    """A way in a process of its own."""
+    command = [sys.executable, __file__, "--way", way, "--folder", str(work)]
+    command += [f"--{name}={getattr(arguments, name)}" for name in ("limit", "times", "width", "steps")]
+    shown = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | MALLOC).stdout
+    result: dict[str, Any] = json.loads(shown.splitlines()[-1])
+    return result
+
+
+def plain(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Plain torch."""
+    from safetensors.torch import load_file
+
+    model = GPT(config(arguments))
+    model.load_state_dict(load_file(Path(arguments.folder) / "model.safetensors"))
+    return _train(model, arguments.steps)
+
+
+def files(arguments: argparse.Namespace) -> dict[str, Any]:
+    """From files, under the limit."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    with torch.device("meta"):
+        model = GPT(config(arguments))
+    with _limited(arguments.limit * MB) as limits:
+        zero = shardc.Zero("dp", 3, offload="parameters", to=arguments.folder)
+        options = {"zero": zero, "remat": shardc.Remat("blocks.*"), "weights": arguments.folder, "args": batch()}
+        parallel = shardc.parallelize(model, mesh, DATA, **options)
+        print(parallel.shardc.program.memory, file=sys.stderr)
+        found = _train(parallel, arguments.steps)
+    dist.destroy_process_group()
+    return {**found, "limits": limits}
+
+
+def _train(model: nn.Module, steps: int) -> dict[str, Any]:
+    """The losses, the seconds of the fastest step but the first, and what a step reads and writes."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    losses, seconds, moved = [], [], []
+    for _ in range(steps):
+        start, before = time.perf_counter(), _moved()
+        loss = model(*batch())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        seconds.append(time.perf_counter() - start)
+        moved.append([now - then for now, then in zip(_moved(), before, strict=True)])
+    fastest = min(range(1, steps), key=seconds.__getitem__)
+    read, written = moved[fastest]
+    return {"losses": losses, "seconds": seconds[fastest], "read": read, "written": written, "anonymous": _peak()}
+
+
+def _moved() -> tuple[int, int]:
+    """Bytes that the process has read from the disk, and that were written to it."""
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(lines["read_bytes"]), int(lines["write_bytes"])
+
+
+def _peak() -> int:
+    """Private bytes of the process now, of code and data; a limit of them is never passed."""
+    lines = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":\t" in line)
+    return 1024 * int(lines["VmData"].split()[0])
+
+
+@contextmanager
+def _limited(nbytes: int) -> Iterator[list[str]]:
+    """Limit the memory of this process; gives the names of the limits."""
+    resource.setrlimit(resource.RLIMIT_DATA, (nbytes, nbytes))
+    limits, group = ["RLIMIT_DATA"], CGROUPS / f"shardc-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(nbytes))
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        limits.append("cgroup")
+    except OSError:
+        yield limits
+        return
+    try:
+        yield limits
+    finally:
+        (CGROUPS / "cgroup.procs").write_text(str(os.getpid()))
+        group.rmdir()
+
+
+def _rates(work: Path) -> tuple[float, float]:
+    """Bytes a second that the disk reads and writes, without the page cache."""
+    path = work / "disk"
+    size = ["bs=1M", f"count={RATE // 2**20}"]
+    write = _seconds(["dd", "if=/dev/zero", f"of={path}", "oflag=direct", *size])
+    read = _seconds(["dd", f"if={path}", "of=/dev/null", "iflag=direct", *size])
+    return RATE / read, RATE / write
+
+
+def _seconds(command: list[str]) -> float:
+    start = time.perf_counter()
+    subprocess.run(command, check=True, capture_output=True)
+    return time.perf_counter() - start
+
+
+WAYS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {"plain": plain, "files": files}
+
+if __name__ == "__main__":
+    main()
