@@ -45,8 +45,7 @@ REDUCTIONS: tuple[CollectiveKind, ...] = ("all_reduce", "reduce_scatter")
 def bucket_collectives(program: Program) -> Program:
     """The program with fewer collectives."""
     where, program = _where(program), program.edited()
-    if _is_in_steps(program):
-        _view_last(program)
+    _return_last(program)
     sizes: dict[fx.Node, int] = {}  # bytes of each collective that a bucket may hold
     for node in program.calls:
         if node.target is not bucket and (parts := members(node)) and parts[0].args[0] != (MICROBATCH,):
@@ -65,13 +64,14 @@ def _is_in_steps(program: Program) -> bool:
     return program.options.zero is not None and bool(program.options.zero.fast_axes)
 
 
-def _view_last(program: Program) -> None:
-    """Move to the end what would close the bucket that it reads: views and copies that are gradients, and nothing else.
+def _return_last(program: Program) -> None:
+    """Move to the end gradients that would close the bucket that they read: views in sums by steps, and copies.
 
     The pass ``overlap_collectives`` finds a place for the copies.
     """
+    has_views = _is_in_steps(program)
     for node in list(program.calls):
-        is_end = is_view(node) or node.target is offload
+        is_end = (has_views and is_view(node)) or node.target is offload
         if is_end and set(node.users) == {program.output_node}:
             program.output_node.prepend(node)
 

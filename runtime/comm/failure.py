@@ -144,8 +144,9 @@ def note_failure(error: BaseException) -> None:
         return
     _JOB.is_marked = True
     post = threading.Thread(target=_post_failure, args=(error_line(error)[:LONGEST],), daemon=True)
-    post.start()
-    post.join(SECONDS)
+    with contextlib.suppress(RuntimeError):  # no thread can be started where there is no memory
+        post.start()
+        post.join(SECONDS)
 
 
 def withdraw() -> None:
