@@ -13,7 +13,9 @@ from shardc.language.mesh import Mesh
 from .axis import check_axis
 
 STAGES = (1, 2, 3)
-OPTIMIZER, PARAMETERS = "optimizer", "parameters"
+Offloaded = Literal["optimizer", "parameters"]
+OPTIMIZER: Offloaded = "optimizer"
+PARAMETERS: Offloaded = "parameters"
 OFFLOADED = (OPTIMIZER, PARAMETERS)
 HOST = "host"
 
@@ -46,7 +48,7 @@ class Zero:
     axis: str | tuple[str, ...] = "dp"
     stage: Literal[1, 2, 3] = 3
     gather_over: str | tuple[str, ...] | None = None
-    offload: Literal["optimizer", "parameters"] | None = None
+    offload: Offloaded | None = None
     to: str | os.PathLike[str] = HOST
 
     def __post_init__(self) -> None:

@@ -39,6 +39,7 @@ class Price:
     peak: float
     wire_bytes: float
     flops: float
+    offloaded: float = 0.0
 
     @property
     def seconds(self) -> float:

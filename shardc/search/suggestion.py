@@ -163,7 +163,7 @@ def suggested(suggestions: Suggestions, model: str) -> Suggested:
 
 
 def _entry(zero: Zero) -> ZeroEntry:
-    return ZeroEntry("+".join(zero.axes), zero.stage, "+".join(zero.fast_axes) or None)
+    return ZeroEntry("+".join(zero.axes), zero.stage, "+".join(zero.fast_axes) or None, zero.offload)
 
 
 def python_text(option: Zero | Remat | Precision | Pipeline) -> str:

@@ -90,6 +90,9 @@ def _plan(number: int, plan: SuggestionEntry, limit: int | None) -> str:
     reasons = "".join(f"<li>{_text(reason)}</li>" for reason in plan.reasons)
     times = [(name, getattr(plan.seconds, name)) for name in ("computing", "exposed", "bubble")]
     classes = [(name, float(getattr(plan.memory, name))) for name in MEMORY]
+    if plan.memory.offloaded is not None:  # of the first three, copies of parameters alone are on the device
+        stored = sum(nbytes for _, nbytes in classes[:3])
+        classes = [("parameters", stored - plan.memory.offloaded), *classes[3:]]
     step = f"{seconds_text(plan.seconds.step)} a step: {_parts_text(times, seconds_text)}"
     of_peak = _parts_text(classes, bytes_of_class)
     peak = f"{bytes_text(plan.memory.peak)} at the peak ({_of_limit(plan, limit)}): {of_peak}"

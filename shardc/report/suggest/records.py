@@ -15,12 +15,14 @@ from shardc.language.record import Amount, Count, Size
 class ZeroEntry:
     """Stored state is cut over ``axis``; all else as in ``shardc.Zero``.
 
-    Several axes are joined by ``+``. ``gather_over``: absent where all axes are alike.
+    Several axes are joined by ``+``. ``gather_over``: absent where all axes are alike; ``offload``: where nothing is
+    offloaded.
     """
 
     axis: str
     stage: Literal[1, 2, 3]
     gather_over: str | None = None
+    offload: Literal["optimizer", "parameters"] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,7 @@ def mesh_text(plan: SuggestionEntry) -> str:
 def options_text(plan: SuggestionEntry) -> str:
     """The options of a plan in a few words; empty where it has none."""
     found = [f"ZeRO {plan.zero.stage} over {plan.zero.axis.replace('+', ' and ')}"] if plan.zero else []
+    found += [f"{plan.zero.offload} in host memory"] if plan.zero and plan.zero.offload else []
     if plan.pipeline is not None:
         found.append(f"{plan.pipeline.schedule} of {plan.pipeline.microbatches} microbatches")
     pieces = [f"saved cut over {axis}" for axis in (plan.saved or {}).values()]
