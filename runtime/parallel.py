@@ -21,6 +21,7 @@ from .agreement.meeting import Meeting, making, ranks_of
 from .agreement.request import making_lines
 from .comm.comm import Comm
 from .comm.distributed import make_device_mesh, start_job
+from .comm.failure import note_failure
 from .execute.executor import Executor, Runner
 from .execute.inductor import InductorExecutor
 from .huggingface.hooks import take_parallel_modules
@@ -95,9 +96,12 @@ def parallel_module(
         mesh = make_device_mesh(mesh, device.type)
     if runtime == "virtual":
         mesh = Mesh.of(mesh)
-    module = _module(
-        mesh, options, device, RUNNERS[backend], model, compile_fn, (initial, is_compiled_soon, gate, values)
-    )
+    of_runtime = initial, is_compiled_soon, gate, values
+    try:
+        module = _module(mesh, options, device, RUNNERS[backend], model, compile_fn, of_runtime)
+    except Exception as error:
+        note_failure(error)
+        raise
     module.shardc.mesh = Mesh.of(mesh)
     take_parallel_modules(model)
     return module

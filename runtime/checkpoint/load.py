@@ -20,6 +20,7 @@ from shardc.language.errors import CheckpointError, did_you_mean
 from ..comm.dtensor import local
 from ..module.module import ParallelModule
 from ..tensor.global_tensor import GlobalTensor
+from ..tier.files import empty_beside
 from .file import CODES, DTYPES, OpenFile
 from .folder import resolve
 from .index import NAME, Index, TensorEntry
@@ -378,7 +379,7 @@ def state_tensor(kind: str, entry: TensorEntry, parameter: Tensor, present: Mapp
     if not isinstance(parameter, DTensor):
         return torch.empty(entry.shape, dtype=dtype, device=parameter.device if entry.shape else "cpu")
     if entry.shape == tuple(parameter.shape):
-        piece = torch.empty_like(local(parameter), dtype=dtype, memory_format=torch.contiguous_format)
+        piece = empty_beside(local(parameter), dtype)
         meta = parameter._spec.tensor_meta._replace(dtype=dtype)  # type: ignore[union-attr]
         spec = replace(parameter._spec, tensor_meta=meta)
         result: DTensor = DTensor.__new__(DTensor, piece, spec, requires_grad=False)

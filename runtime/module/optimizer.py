@@ -22,6 +22,7 @@ from ..agreement.entry import Entry, Kind
 from ..agreement.gate import Gate
 from ..comm.failure import waiting
 from ..tensor.global_tensor import GlobalTensor
+from ..tier.files import folder_of
 
 
 class StepWatcher:
@@ -104,16 +105,23 @@ def whole_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
 
 @torch.no_grad()
 def _cut_loaded_state(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Cut as its parameter what was loaded whole of an optimizer's state; a new dict of it says that it was loaded."""
+    """Store as its parameter what was loaded of an optimizer's state; a new dict of it says that it was loaded."""
     if _cut.get(optimizer) is optimizer.state:
         return
     for parameter, values in optimizer.state.items():
         if isinstance(parameter, GlobalTensor) and isinstance(values, dict):
             for key, each in values.items():
                 if isinstance(each, Tensor) and each.ndim and each.shape == parameter.shape:
-                    if not isinstance(each, DTensor) or each.placements != parameter.placements:
+                    if not _is_stored_as(each, parameter):
                         values[key] = torch.empty_like(parameter, dtype=each.dtype).copy_(each)
     _cut[optimizer] = optimizer.state
+
+
+def _is_stored_as(state: Tensor, parameter: GlobalTensor) -> bool:
+    """Whether a tensor of an optimizer's state is cut as a parameter, and in the same folder if that is in a file."""
+    if not isinstance(state, DTensor) or state.placements != parameter.placements:
+        return False
+    return folder_of(state._local_tensor) == folder_of(parameter._local_tensor)
 
 
 register_optimizer_step_pre_hook(_cut_loaded_state)

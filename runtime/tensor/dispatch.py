@@ -17,12 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils import _pytree as pytree
 
 from shardc.language.errors import ShardingError
 
-from ..tier.files import made_beside
+from ..tier.files import made_beside, sum_beside
 from .piece import cut_dims, from_all, is_cut_alike, is_whole, piece_of, spec_like, whole, with_dims
 from .reduction import REDUCTIONS, DeferredNorm, complete_norms, deferred_norm, reduction_of
 
@@ -101,13 +102,21 @@ def on_pieces(make: Make, func: Any, args: Args, kwargs: Kwargs) -> Any:
     pieces = [_piece(each, spec, shape, func) if isinstance(each, Tensor) else each for each in args]
     named = {name: _piece(each, spec, shape, func) for name, each in kwargs.items()} if kwargs else {}
     local = made_beside(func, *pieces, **named)
+    local = sum_beside(func, *pieces, **named) if local is None else local
     local = func(*pieces, **named) if local is None else local
     if is_mutable:
+        _note_written((leader,))
         return leader
     result = _like(make, local, spec, shape)
     if is_copy(leader) and func._schema._is_view_op():
         result.is_copy = True
     return result
+
+
+def _note_written(tensors: Iterable[Any]) -> None:
+    """Count a write to pieces, which ``x.data`` shares with ``x``: below autograd torch does not."""
+    pieces = [each._local_tensor for each in tensors if isinstance(each, DTensor)]
+    increment_version([each for each in pieces if not each.is_inference()])
 
 
 @functools.cache
@@ -175,6 +184,7 @@ def on_lists_of_pieces(make: Make, func: Any, args: Args, kwargs: Kwargs) -> Any
 
     found = func(*map(pieces, args), **{name: pieces(value) for name, value in kwargs.items()})
     if _is_mutable(func):
+        _note_written(leaders)
         return None
     rows = zip(found, specs, leaders, strict=True)
     return [each if spec is None else _like(make, each, spec, leader.shape) for each, spec, leader in rows]
@@ -325,6 +335,7 @@ def on_wholes(make: Make, func: Any, args: Args, kwargs: Kwargs, is_random: bool
                     f"{name_of(func)} on a cut tensor", what, problem, "use the op that is not in place"
                 )
             each._local_tensor.copy_(piece_of(value, each._spec, each.shape))
+    _note_written(written)
     is_view = schema is not None and schema._is_view_op()
     makes_copy = is_view and any(not is_whole(each) or is_copy(each) for each in globals_)
 

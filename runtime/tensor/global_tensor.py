@@ -97,8 +97,9 @@ class GlobalTensor(DTensor):
 
     @property
     def data(self) -> Tensor:
-        """The tensor without its gradient, in the same memory."""
-        tensor: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        """The tensor without its gradient, in the same memory; what is written to it counts as written to this one."""
+        tensor: Any = Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        tensor._local_tensor = self._local_tensor
         return tensor
 
     @data.setter

@@ -30,15 +30,21 @@ def empty_in(folder: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     try:
         descriptor, path = tempfile.mkstemp(prefix="shardc-", dir=folder)
         try:
+            try:
+                made = torch.from_file(path, shared=True, size=numel, dtype=dtype).view(tuple(shape))
+            finally:
+                os.unlink(path)
             os.posix_fallocate(descriptor, 0, nbytes)  # else a full disk ends the process when a page is written
-            return torch.from_file(path, shared=True, size=numel, dtype=dtype).view(tuple(shape))
+            return made
         finally:
             os.close(descriptor)
-            os.unlink(path)
     except OSError as error:
-        what, problem = f"a tensor of {bytes_text(nbytes)}", f"it cannot be made: {error.strerror or error}"
-        remedy = "name a folder on a local disk that has room for it"
-        raise ShardingError(f"to={folder!r}", what, problem, remedy) from None
+        what, problem = f"a tensor of {bytes_text(nbytes)}", f"no file can be made for it: {error.strerror or error}"
+        is_missing = not os.path.isdir(folder)
+        remedy = (
+            "make the folder on every host first" if is_missing else "name a folder on a local disk with room for it"
+        )
+        raise ShardingError(f"Zero(to={folder!r})", what, problem, remedy) from None
 
 
 def folder_of(tensor: Tensor) -> str | None:
@@ -80,3 +86,19 @@ def made_beside(func: Any, x: Any, *args: Any, **kwargs: Any) -> Tensor | None:
         return None
     like = torch.empty_like(x, dtype=kwargs.get("dtype"), device="meta")
     return fill(empty_in(folder, like.shape, like.dtype), x, *args)
+
+
+def empty_beside(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A contiguous tensor of the shape of another, in the same folder if that is in a file."""
+    made = made_beside(aten.empty_like.default, x, dtype=dtype)
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format) if made is None else made
+
+
+def sum_beside(func: Any, x: Any, *args: Any, **kwargs: Any) -> Tensor | None:
+    """The sum of two tensors in files, such as gradients of two calls: in the same folder. None for anything else."""
+    if func is not aten.add.Tensor or not args or not isinstance(args[0], Tensor) or args[0].shape != x.shape:
+        return None
+    folder = folder_of(x)
+    if folder is None or folder_of(args[0]) != folder or x.dtype != args[0].dtype:
+        return None
+    return torch.add(x, *args, **kwargs, out=empty_in(folder, x.shape, x.dtype))

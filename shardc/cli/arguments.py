@@ -309,7 +309,7 @@ def _settings(text: str, words: Iterable[str], known: Settings, who: str) -> dic
     return settings
 
 
-ZERO: Settings = {"gather_over": (_axes, "node"), "offload": (str, "optimizer"), "to": (str, "/scratch")}
+ZERO: Settings = {"gather_over": (_axes, "node"), "offload": (str, "parameters"), "to": (str, "/scratch")}
 
 
 def _pipeline(text: str) -> Pipeline:

@@ -63,8 +63,8 @@ class Zero:
         self._check_offload()
 
     def _check_offload(self) -> None:
-        if isinstance(self.to, os.PathLike):
-            object.__setattr__(self, "to", os.fspath(self.to))
+        if isinstance(self.to, os.PathLike) or (isinstance(self.to, str) and os.path.isabs(self.to)):
+            object.__setattr__(self, "to", os.path.normpath(self.to))
         if self.offload is not None and self.offload not in OFFLOADED:
             remedy = did_you_mean(str(self.offload), OFFLOADED) or f"say one of {', '.join(map(repr, OFFLOADED))}"
             raise OptionError(self._who, f"offload={self.offload!r}", "no such thing is offloaded", remedy)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import shardc
-from shardc import Precision, Zero
+from shardc import P, Precision, Zero
 from shardc.runtime.tier import files
 from shardc.runtime.tier.files import empty_in, folder_of, made_beside
 
@@ -55,7 +55,9 @@ def test_what_is_made_like_a_tensor_in_a_file_is_in_the_same_folder(tmp_path: Pa
 
 
 def test_a_folder_that_is_missing_or_full_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(shardc.ShardingError, match=r"to='/nowhere': a tensor of 12 B\n  .*No such file"):
+    with pytest.raises(
+        shardc.ShardingError, match=r"Zero\(to='/nowhere'\): a tensor of 12 B\n.*No such file.*\n  make"
+    ):
         empty_in("/nowhere", (3,), torch.float32)
 
     def full(*args: Any) -> None:
@@ -159,6 +161,42 @@ def test_a_run_from_files_is_saved_and_goes_on_from_memory_and_on_another_mesh_f
         assert where == everywhere(folder)
         for name, value in parameters.items():
             torch.testing.assert_close(values[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_states_are_loaded_into_files_and_two_calls_of_one_backward_have_gradients_there(
+    gloo: GlooPool, tmp_path: Path
+) -> None:
+    zero = Zero("dp", 3, offload="parameters", to=f"{tmp_path}/")
+    assert set(gloo.run(called_and_loaded, zero, str(tmp_path / "saved"))) == {(str(tmp_path), str(tmp_path))}
+
+
+def called_and_loaded(zero: Zero, saved: str) -> tuple[Any, Any]:
+    """The one folder of gradients, and that of loaded states."""
+    mesh, x = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), torch.ones(4, 4)
+    parallel = shardc.parallelize(nn.Linear(4, 4), mesh, {"input": P("dp")}, zero=zero)
+    (parallel(x).sum() + parallel(2 * x).sum()).backward()
+    (of_gradients,) = folders_of([each.grad for each in parallel.parameters()])
+    optimizer = torch.optim.Adam(parallel.parameters())
+    optimizer.step()
+    shardc.save(saved, parallel, optimizer).wait()
+    other = torch.optim.Adam(parallel.parameters())
+    shardc.load(saved, parallel, other)
+    (of_states,) = folders_of(stored(parallel, other)["states"])
+    return of_gradients, of_states
+
+
+@pytest.mark.parametrize("zero", [Zero("dp", 1), Zero("dp", 3, offload="optimizer")], ids=["stage 1", "offloaded"])
+def test_what_is_written_through_data_is_computed_with(gloo: GlooPool, zero: Zero) -> None:
+    assert gloo.run(written_through_data, zero) == [0.0] * 4
+
+
+def written_through_data(zero: Zero) -> float:
+    mesh, x = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), torch.ones(4, 4)
+    parallel = shardc.parallelize(nn.Linear(4, 4), mesh, {"input": P("dp")}, zero=zero)
+    assert parallel(x).sum() != 0
+    for parameter in parallel.parameters():
+        parameter.data.mul_(0)
+    return float(parallel(x).sum().detach())
 
 
 def save_half(zero: Zero, saved: str) -> Any:
