@@ -20,7 +20,6 @@ from math import floor, log
 
 from shardc.language.partition import P
 from shardc.options import Zero
-from shardc.options.zero import OFFLOADED, OPTIMIZER
 from shardc.search.pool import WORTH, Pool
 from shardc.search.price import Price, Pricer
 from shardc.search.space.decision import Decision
@@ -33,7 +32,6 @@ BREADTH = 8
 BREADTH_OF_STAGES = 2  # for the devices of a pipeline's stage
 NUM_REFINED = 2
 NUM_SIMPLE, NEAR = 3, 1.02  # short plans that are compiled whole where they take no longer than this times the best
-NUM_OFFLOADED = 4  # plans that do not fit, of which parts are tried in host memory
 NUM_POOL = 3  # sets of the pool that are tried beside others with samples, and in refinement
 CLEARLY = 1.05  # one block hides less of what is sent than several do
 AMPLE = 0.5  # a plan with a peak of less than this part of the memory need not save any
@@ -229,8 +227,6 @@ class Search:
             if not self._fitting(variants):
                 variants += self._with_zero(base.plan, of_model)
                 variants += [found for each in variants for found in self._with_remat(each.plan)]
-            if not self._fitting(variants):
-                variants += self._offloaded(variants)
             fitting = [each.price.seconds for each in self._fitting(variants)]
             best, num_tried = min([best, *fitting]), num_tried + 1
 
@@ -240,19 +236,6 @@ class Search:
     def _with_zero(self, plan: Plan, axes: Iterable[str]) -> list[Found]:
         stages = [stage for stage in self.task.stages if stage > 1] or self.task.stages  # 1 takes the time of 2
         return self._priced(replace(plan, zero=zero) for zero in self._zeros(plan, axes, stages))
-
-    def _offloaded(self, found: Sequence[Found]) -> list[Found]:
-        """The smallest plans with parameters and the optimizer in host memory, and those with the optimizer there."""
-        smallest = sorted(found, key=lambda each: each.price.peak)[:NUM_OFFLOADED]
-        plans = (
-            replace(each.plan, zero=replace(zero, offload=what))
-            for each in smallest
-            if 3 in self.task.stages or each.plan.zero is not None
-            for zero in [each.plan.zero or Zero(each.plan.axes[0].name, 3)]
-            for what in OFFLOADED
-            if what == OPTIMIZER or zero.stage == 3
-        )
-        return self._priced(plans)
 
     def _zeros(self, plan: Plan, axes: Iterable[str], stages: Iterable[int]) -> Iterator[Zero]:
         """ZeRO over one of the axes, and over all of them in two steps where some are within nodes."""

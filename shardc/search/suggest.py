@@ -15,7 +15,8 @@ from shardc.language.errors import ShardingError
 from shardc.language.machine import Device
 from shardc.language.mesh import Mesh
 from shardc.language.partition import P
-from shardc.options import Remat, check_call, check_model
+from shardc.options import Remat, Zero, check_call, check_model
+from shardc.options.zero import OPTIMIZER, PARAMETERS
 from shardc.report.suggest.records import Candidate
 from shardc.search.compiling import REFUSALS
 from shardc.search.pipelines import num_stages_of, with_stages
@@ -31,6 +32,7 @@ from shardc.search.task import Objective, Task
 from shardc.search.whole import Cost, WholeCompiler, cost_of
 from shardc.wire import Wire, check_wire, wire_on
 
+NUM_OFFLOADED = 3  # plans that do not fit, of which parts are tried in host memory
 NUM_WHOLE = 3  # plans that are compiled whole, with a pipeline and without, at least
 PROMISING = 1.15  # a pipeline is compiled where it is estimated to take no longer than the best plan by this factor
 
@@ -136,6 +138,9 @@ class _Suggesting:
         if not self._ranked():
             raise self._nothing()
         self._compile(self._variants())
+        if not self._fits(self._ranked()[0]):
+            self._compile(self._offloaded())
+            self._compile(self._variants())
         whole = {plan: _found(plan, cost) for plan, cost in self.whole.items()}
         everything = (search.found | whole).values()
         suggestions = [self._suggestion(plan, everything) for plan in self._ranked()[: self.top]]
@@ -181,12 +186,23 @@ class _Suggesting:
     def _saving_pieces(self, best: Plan) -> Iterator[Plan]:
         """Where memory is short: the best plan with the option ``saved``, for each axis that does not cut the batch."""
         blocks = next(iter(self.pricer.lists), None)
-        if blocks is None or (best.remat is None and self.whole[best].memory["peak"] <= self.task.memory):
+        if blocks is None or (best.remat is None and self._fits(best)):
             return
         for axis in best.axes:
             if axis.size > 1 and not axis.cuts_samples:
                 pieces = replace(best, saved=((f"{blocks}.*".lstrip("."), axis.name),))
                 yield from (pieces, *([replace(pieces, remat=None)] if self.task.may_recompute else []))
+
+    def _offloaded(self) -> list[Plan]:
+        """The plans that come nearest, with the optimizer in host memory, and with parameters too."""
+        nearest = self._ranked()[:NUM_OFFLOADED]
+        zeros = {plan: plan.zero or Zero(plan.axes[0].name, 3) for plan in nearest}
+        plans = [replace(plan, zero=replace(zero, offload=OPTIMIZER)) for plan, zero in zeros.items()]
+        plans += [replace(plan, zero=replace(zero, stage=3, offload=PARAMETERS)) for plan, zero in zeros.items()]
+        return list(filter(self.task.permits, plans))
+
+    def _fits(self, plan: Plan) -> bool:
+        return self.whole[plan].memory["peak"] <= self.task.memory
 
     def _compile(self, plans: Iterable[Plan]) -> None:
         for plan in plans:

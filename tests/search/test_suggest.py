@@ -218,12 +218,24 @@ def test_what_is_saved_is_cut_where_memory_is_short() -> None:
     with torch.device("meta"):
         model, ids = GPT(Config(layers=4, vocab=512, context=128, width=256, heads=8)), torch.zeros(8, 128).long()
     ways: dict[str, Any] = {"args": (ids, ids), "links": "nvlink", "device": "h100", "fix": {"tp": 4, **NO_PIPELINE}}
-    tight, ample = (shardc.suggest(model, 4, memory=memory, top=3, **ways) for memory in ("20MB", "80GB"))
+    tight, ample = (shardc.suggest(model, 4, memory=memory, top=3, **ways) for memory in ("26MB", "80GB"))
     assert tight[0].saved == {"blocks.*": "tp"} and tight[0].memory["peak"] < tight[1].memory["peak"]
     assert "saved={'blocks.*': 'tp'}" in tight[0].text() and "saved={'blocks.*': 'tp'}" in tight[0].summary()
     assert any(reason.startswith("saved={'blocks.*': 'tp'}: with all saved whole") for reason in tight[0].reasons)
     assert shardc.compile(model, **tight[0], args=(ids, ids)).memory == tight[0].memory
     assert not any(each.saved for each in ample)
+
+
+def test_where_nothing_fits_the_optimizer_or_parameters_too_are_in_host_memory() -> None:
+    """A plan that fits without is not looked at there."""
+    model, args = transformer(width=256, samples=4, positions=32)
+    ways: dict[str, Any] = {"args": args, "links": "nvlink", "device": "h100", "fix": NO_PIPELINE, "top": 8}
+    ample, tight = (shardc.suggest(model, 2, memory=memory, **ways) for memory in ("80GB", "8MB"))
+    assert not any(each.zero and each.zero.offload for each in ample)
+    first = tight[0]
+    assert first.zero is not None and first.zero.offload and first.fits and first.memory["offloaded"] > 8e6
+    assert "offload=" in first.text() and "offload=" in first.summary()
+    assert shardc.compile(model, **first, args=args).memory == first.memory
 
 
 def test_where_nothing_fits_the_nearest_plan_says_by_how_many_bytes() -> None:

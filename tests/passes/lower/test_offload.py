@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,14 @@ from torch import Tensor, nn
 import shardc
 from shardc import Compiled, Mesh, Pipeline, Precision, Remat, Zero
 from shardc.costs.memory import memory_by_rank
+from shardc.costs.step import StepRecord
+from shardc.language.machine import Machine
 from shardc.ops.tier import fetch
 from shardc.program.program import Program, parameters_of
 
 SIZE = Config(layers=4, vocab=96, context=32, width=32, heads=4)
 ODD = Config(layers=3, vocab=51, context=15, width=20, heads=4, dropout=0.1)
+H100 = Machine({"dp": "nvlink"}, "h100")  # type: ignore[dict-item, arg-type]
 PLANS: dict[str, tuple[Mesh, dict[str, Any]]] = {
     "one rank": (Mesh(dp=1), {}),
     "two ranks": (Mesh(dp=2), {}),
@@ -90,3 +94,51 @@ def sent(compiled: Compiled) -> Counter[tuple[str, str]]:
 
 def readers_of(program: Program) -> list[Any]:
     return [user for node in parameters_of(program).values() for user in node.users]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"offload": "optimiser"}, "offload='optimiser'\n  no such thing is offloaded\n  did you mean optimizer?"),
+        (
+            {"offload": "parameters", "stage": 2},
+            "stage=2, offload='parameters'\n  it keeps parameters whole on the device\n"
+            "  say stage=3, or offload='optimizer'",
+        ),
+        (
+            {"offload": "parameters", "to": "scratch"},
+            "to='scratch'\n  it is no absolute path of a folder\n  say to='host', or to='/scratch'",
+        ),
+        ({"to": "/scratch"}, "to='/scratch'\n  nothing is offloaded\n  say offload='parameters' or"),
+    ],
+    ids=["typo", "stage", "path", "nothing"],
+)  # fmt: skip
+def test_a_wrong_option_says_what_to_type(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(shardc.ShardingError, match=re.escape(f"Zero('dp'): {text}")):
+        Zero("dp", **options)
+
+
+def test_a_pipeline_that_offloads_stages_and_compiled_code_say_what_to_leave_out() -> None:
+    pipeline = Pipeline("pp", 4, schedule="interleaved", offload=True)
+    with pytest.raises(shardc.ShardingError, match="both say where parameters are"):
+        compile_gpt(Mesh(pp=2, dp=1), zero={"offload": "optimizer"}, pipeline=pipeline)
+    model, _ = target()
+    zero = Zero("dp", 3, offload="parameters")
+    with pytest.raises(shardc.ShardingError, match="leave compile out, or say offload='optimizer'"):
+        shardc.parallelize(model, Mesh(dp=1), DATA, zero=zero, compile="inductor")
+
+
+def test_fetches_come_one_layer_ahead_and_copies_take_time_on_lanes_of_their_own() -> None:
+    compiled, _ = compile_gpt(Mesh(dp=1), zero={"offload": "parameters"}, links=H100)
+    calls = [node.name for node in compiled.program.calls]
+    first = {
+        name.split("_weight")[0]: calls.index(name)
+        for name in calls
+        if re.fullmatch(r"fetch_blocks_\d_\w+_weight", name)
+    }
+    assert first["fetch_blocks_2_mlp_up"] < calls.index("gelu_1") < calls.index("gelu_2")
+    entry = StepRecord(compiled.program).entry()
+    assert entry.copies is not None
+    assert {each.way: each.count for each in entry.copies}["offloaded"] == len(parameters_of(compiled.program))
+    slow = compile_gpt(Mesh(dp=1), zero={"offload": "parameters", "to": "/scratch"}, links=H100)[0]
+    assert (StepRecord(slow.program).entry().optimizer or 0) > 4 * (entry.optimizer or 0) > 0

@@ -88,15 +88,21 @@ def explained(plans: dict[str, Compiled], capsys: pytest.CaptureFixture[str]) ->
 def measured(plans: dict[str, Compiled], capsys: pytest.CaptureFixture[str]) -> list[Any]:
     link = Link(1e-5, 1e9, kinds=(("all_reduce", 1e-5, 1e9),))
     machine = Machine({"dp": link, **LINKS}, DEVICES["cpu"])
-    in_nodes = replace(machine, device="h100", node=8, between="infiniband")
+    in_nodes = replace(machine, device=replace(DEVICES["h100"], files=3e9), node=8, between="infiniband")
     return [json.loads(json.dumps(each.to_json())) for each in (machine, in_nodes)]
+
+
+def costs(plans: dict[str, Compiled], capsys: pytest.CaptureFixture[str]) -> list[Any]:
+    offloading = ["--mesh", "dp=2,tp=2", "--zero", "dp=3,offload=parameters", "--format", "json"]
+    assert main(["cost", "targets:mlp", *offloading, "--symbolic"]) == 0
+    return [golden("cost.json"), golden("cost_symbolic.json"), json.loads(capsys.readouterr().out)]
 
 
 RECORDS: dict[str, Callable[[dict[str, Compiled], pytest.CaptureFixture[str]], list[Any]]] = {
     "check": checked,
     "diff": differing,
     "explain": explained,
-    "cost": lambda plans, capsys: [golden("cost.json"), golden("cost_symbolic.json")],
+    "cost": costs,
     "stages": lambda plans, capsys: [golden("stages.json")],
     "trace": lambda plans, capsys: [golden("mlp.trace.json"), json.loads(plans["piped"].timeline.chrome_trace())],
     "links": measured,
