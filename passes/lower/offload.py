@@ -12,7 +12,7 @@ In a pipeline a stage fetches it once a step. Where the optimizer alone is offlo
 the optimizer's steps: that copy, or what is gathered or cast of it, is a result of the program, which the runtime keeps
 until the parameter is written.
 
-Invariant: a parameter is read by ``fetch`` alone.
+Invariant: what computes on the device reads no parameter, but what ``fetch`` gives.
 """
 
 from __future__ import annotations
@@ -66,7 +66,10 @@ def _keep(program: Program) -> None:
 
 
 def _offload_results(program: Program, kind: str) -> dict[fx.Node, fx.Node]:
-    """Return copies in the tier below of a kind of results of parameters; by parameter. Casts are read there too."""
+    """Return copies in the tier below of one kind of the results that parameters have; by parameter.
+
+    What is computed of a parameter, a cast, is read there too.
+    """
     parameters, results, copies = set(parameters_of(program).values()), list(program.results), dict[fx.Node, fx.Node]()
     for i, (output, owner, result) in enumerate(ends_of(program)):
         if output.kind == kind and owner in parameters and result is not None:
@@ -91,7 +94,7 @@ def _fetch(program: Program, node: fx.Node, readers: Sequence[fx.Node], phase: P
 
 
 def _offload(program: Program, result: fx.Node) -> fx.Node:
-    """A copy of a gradient in the tier below, right after it is computed."""
+    """A copy of a result in the tier below, right after it is computed."""
     graph, is_computed = program.graph, result.op == "call_function"
     with graph.inserting_after(result) if is_computed else graph.inserting_before(program.output_node):
         copy = program.insert(tier.offload, (result,), program.type(result), result, name=f"offload_{result.name}")

@@ -18,8 +18,8 @@ class Host:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.has_streams = device, device.type != "cpu"
-        self.module: Any = torch.get_device_module(device)
+        self.device, self.has_streams = device, device.type not in ("cpu", "meta")
+        self.module: Any = torch.get_device_module(device if self.has_streams else "cpu")
         self.stream: Any = self.module.Stream(device) if self.has_streams else None
 
     def copy_out(self, memory: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from gpt import DATA, GPT, MEGATRON, Config
 from measuring import measured, measured_by_rank, without_optimizer
+from rehearsal import rehearse
 from torch import Tensor, nn
 
 import shardc
@@ -142,3 +143,9 @@ def test_fetches_come_one_layer_ahead_and_copies_take_time_on_lanes_of_their_own
     assert {each.way: each.count for each in entry.copies}["offloaded"] == len(parameters_of(compiled.program))
     slow = compile_gpt(Mesh(dp=1), zero={"offload": "parameters", "to": "/scratch"}, links=H100)[0]
     assert (StepRecord(slow.program).entry().optimizer or 0) > 4 * (entry.optimizer or 0) > 0
+
+
+@pytest.mark.parametrize("what", ["parameters", "optimizer"])
+def test_no_step_waits_for_the_host(what: str) -> None:
+    compiled, _ = compile_gpt(Mesh(dp=4), zero={"offload": what})
+    rehearse(compiled)
