@@ -22,7 +22,7 @@ from shardc import P, Precision, Zero
 from shardc.runtime.tier import files
 from shardc.runtime.tier.files import empty_in, folder_of, made_beside
 
-SIZE = Config(layers=2, vocab=51, context=16, width=24, heads=4, dropout=0.1, tied=True)
+SIZE = Config(layers=1, vocab=51, context=16, width=24, heads=4, dropout=0.1, tied=True)
 LIMITED = Path(__file__).with_name("limited.py")
 
 
