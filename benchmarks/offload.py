@@ -85,6 +85,7 @@ def main() -> None:
     disk = files["read"] / read + files["written"] / write
     for verb, nbytes, rate in (("read", files["read"], read), ("written", files["written"], write)):
         print(f"disk   {nbytes / MB:.0f} MB {verb} a step, at {rate / MB:.0f} MB/s")
+    print(f"device {files['predicted'] / MB:.0f} MB at the peak, as predicted for tensors")
     bound = max(plain["seconds"], disk)
     print(f"bound  {bound:6.2f} s a step; {files['seconds'] / bound:.2f} of it")
 
@@ -132,11 +133,11 @@ def files(arguments: argparse.Namespace) -> dict[str, Any]:
     with _limited(arguments.limit * MB) as limits:
         zero = shardc.Zero("dp", 3, offload="parameters", to=arguments.folder)
         options = {"zero": zero, "remat": shardc.Remat("blocks.*"), "weights": arguments.folder, "args": batch()}
+        options["bucket"] = 1  # a bucket would hold 25 MB of gradients
         parallel = shardc.parallelize(model, mesh, DATA, **options)
-        print(parallel.shardc.program.memory, file=sys.stderr)
         found = _train(parallel, arguments.steps)
     dist.destroy_process_group()
-    return {**found, "limits": limits}
+    return {**found, "limits": limits, "predicted": parallel.shardc.program.memory["peak"]}
 
 
 def _train(model: nn.Module, steps: int) -> dict[str, Any]:
