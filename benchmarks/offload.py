@@ -7,9 +7,9 @@
 One process trains a model with ``Zero(offload="parameters", to=FOLDER)`` under a limit of memory, another one the same
 model in plain torch without a limit. The limit holds for all private memory of the process (``RLIMIT_DATA``), torch
 itself included; as root under Linux also for the pages of files that it has in memory (a ``memory`` cgroup). Printed
-are the losses of both, the peaks of resident memory, the seconds of a step, and the bytes that a step reads from the
-disk and writes to it. ``bound``: the larger of the plain step's seconds and of these bytes at the rates of the disk,
-which are measured first.
+are the losses of both, their private memory after the last step, the seconds of a step, and the bytes that a step reads
+from the disk and writes to it. ``bound``: the larger of the plain step's seconds and of these bytes at the rates of the
+disk, which are measured at the end.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardc
@@ -80,8 +80,9 @@ def main() -> None:
     differences = [abs(a - b) for a, b in zip(plain["losses"], files["losses"], strict=True)]
     print("losses", *(f"{loss:.6f}" for loss in files["losses"]), f"differ by at most {max(differences):.1e}")
     for way, each in found.items():
-        peak = each["anonymous"] / MB
-        print(f"{way:6} {each['seconds']:6.2f} s a step, {peak:6.0f} MB of private memory at the peak")
+        print(
+            f"{way:6} {each['seconds']:6.2f} s a step, {each['private'] / MB:6.0f} MB of private memory after the last"
+        )
     disk = files["read"] / read + files["written"] / write
     for verb, nbytes, rate in (("read", files["read"], read), ("written", files["written"], write)):
         print(f"disk   {nbytes / MB:.0f} MB {verb} a step, at {rate / MB:.0f} MB/s")
@@ -155,7 +156,7 @@ def _train(model: nn.Module, steps: int) -> dict[str, Any]:
         moved.append([now - then for now, then in zip(_moved(), before, strict=True)])
     fastest = min(range(1, steps), key=seconds.__getitem__)
     read, written = moved[fastest]
-    return {"losses": losses, "seconds": seconds[fastest], "read": read, "written": written, "anonymous": _peak()}
+    return {"losses": losses, "seconds": seconds[fastest], "read": read, "written": written, "private": _private()}
 
 
 def _moved() -> tuple[int, int]:
@@ -164,8 +165,8 @@ def _moved() -> tuple[int, int]:
     return int(lines["read_bytes"]), int(lines["write_bytes"])
 
 
-def _peak() -> int:
-    """Private bytes of the process now, of code and data; a limit of them is never passed."""
+def _private() -> int:
+    """Private bytes of the process now, those that ``RLIMIT_DATA`` counts."""
     lines = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":\t" in line)
     return 1024 * int(lines["VmData"].split()[0])
 

@@ -80,7 +80,7 @@ def parallel_module(
     if options.pipeline is not None and backend != "eager":
         what, remedy = f"compile={backend!r} with a pipeline", "leave compile or pipeline out"
         raise ShardingError("parallelize", what, "stages run eagerly", remedy)
-    if options.zero is not None and options.zero.offload == PARAMETERS and backend != "eager":
+    if options.zero is not None and options.offloaded == PARAMETERS and backend != "eager":
         what, problem = f"compile={backend!r} with {options.zero.text}", "compiled code has parameters on the device"
         remedy = f"leave compile out, or say offload={OPTIMIZER!r}"
         raise ShardingError("parallelize", what, problem, remedy)

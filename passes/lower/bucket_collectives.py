@@ -65,9 +65,9 @@ def _is_in_steps(program: Program) -> bool:
 
 
 def _return_last(program: Program) -> None:
-    """Move to the end gradients that would close the bucket that they read: views in sums by steps, and copies.
+    """Move gradients that are copies of a bucket's results, or in sums by steps views of them, to the end.
 
-    The pass ``overlap_collectives`` finds a place for the copies.
+    Where they stand they would close the bucket. The pass ``overlap_collectives`` finds a place for the copies.
     """
     has_views = _is_in_steps(program)
     for node in list(program.calls):

@@ -26,20 +26,21 @@ from shardc.ops import tier
 from shardc.options.zero import OPTIMIZER
 from shardc.program.lifetime import split
 from shardc.program.program import Output, Program, ends_of, parameters_of
-from shardc.program.provenance import Phase
 
 
 def offload(program: Program) -> Program:
     """The program of parameters in the tier below; the same without the option."""
-    zero = program.options.zero
-    if zero is None or zero.offload is None:
+    offloaded = program.options.offloaded
+    if offloaded is None:
         return program
     program = program.edited()
-    if zero.offload == OPTIMIZER:
-        _keep(program)
-        _offload_results(program, "gradient")
-        return program
     _offload_results(program, "gradient")
+    (_keep if offloaded == OPTIMIZER else _stream)(program)
+    return program
+
+
+def _stream(program: Program) -> None:
+    """Fetch each parameter, or its cast, where it is used, in backward once more."""
     found, casts = split(program), _offload_results(program, "computed")
     parts = {*found.forward, program.output_node}, set(found.backward)
     for node in parameters_of(program).values():
@@ -48,8 +49,7 @@ def offload(program: Program) -> Program:
         in_pipeline = program.options.pipeline is not None
         groups = [readers] if in_pipeline else [[each for each in readers if each in part] for part in parts]
         for group in filter(None, groups):
-            _fetch(program, stored, group, program.source(group[0]).phase)
-    return program
+            _fetch(program, stored, group)
 
 
 def _keep(program: Program) -> None:
@@ -58,7 +58,8 @@ def _keep(program: Program) -> None:
     for name, node in parameters_of(program).items():
         if not node.users:
             continue
-        fetched = _fetch(program, node, sorted(node.users), "update")
+        fetched = _fetch(program, node, sorted(node.users))
+        program.set_source(fetched, replace(program.source(fetched), phase="update"))
         if node not in kept:
             program.computed = {name: program.sharding(node), **program.computed}
             program.outputs = (*program.outputs, Output(name, "computed"))
@@ -81,12 +82,10 @@ def _offload_results(program: Program, kind: str) -> dict[fx.Node, fx.Node]:
     return copies
 
 
-def _fetch(program: Program, node: fx.Node, readers: Sequence[fx.Node], phase: Phase) -> fx.Node:
-    """Let readers of a parameter read a copy that is fetched before the first of them."""
-    first = min(readers)
-    with program.graph.inserting_before(first):
-        fetched = program.insert(tier.fetch, (node,), program.type(node), first, name=f"fetch_{node.name}")
-    program.set_source(fetched, replace(program.source(first), phase=phase))
+def _fetch(program: Program, node: fx.Node, readers: Sequence[fx.Node]) -> fx.Node:
+    """Let readers of a parameter, in order, read a copy that is fetched before the first of them."""
+    with program.graph.inserting_before(readers[0]):
+        fetched = program.insert(tier.fetch, (node,), program.type(node), readers[0], name=f"fetch_{node.name}")
     _stand_for(program, fetched, node)
     for reader in readers:
         reader.replace_input_with(node, fetched)

@@ -206,7 +206,7 @@ def _next_steps(under_way: Sequence[list[list[fx.Node]]]) -> list[fx.Node]:
 
 
 def _offload_soon(order: Sequence[fx.Node]) -> list[fx.Node]:
-    """The order in which a gradient goes to the tier below once the next ones are on their way to all ranks."""
+    """The order in which a gradient is offloaded right after the next collective has started."""
     within, offloads = set(order), dict[fx.Node, list[fx.Node]]()
     for node in order:
         if node.target is offload and operand(node) in within:

@@ -87,7 +87,7 @@ class RingCollective(Collective):
 
 
 class Transfer(Collective):
-    """A copy between the device and the tier below, which is no rank's but the runtime's."""
+    """A copy between a rank's device and the tier below it; ranks exchange nothing."""
 
     def start(self, comm: Comm, *columns: Sequence[Tensor], into: Sequence[Any] = ()) -> Wait:
         (xs,), (tier,) = columns, self.args

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from shardc.language.errors import ShardingError
 
-from ..tier.files import made_beside, sum_beside
+from ..tier.files import made_beside
 from .piece import cut_dims, from_all, is_cut_alike, is_whole, piece_of, spec_like, whole, with_dims
 from .reduction import REDUCTIONS, DeferredNorm, complete_norms, deferred_norm, reduction_of
 
@@ -102,7 +102,6 @@ def on_pieces(make: Make, func: Any, args: Args, kwargs: Kwargs) -> Any:
     pieces = [_piece(each, spec, shape, func) if isinstance(each, Tensor) else each for each in args]
     named = {name: _piece(each, spec, shape, func) for name, each in kwargs.items()} if kwargs else {}
     local = made_beside(func, *pieces, **named)
-    local = sum_beside(func, *pieces, **named) if local is None else local
     local = func(*pieces, **named) if local is None else local
     if is_mutable:
         _note_written((leader,))

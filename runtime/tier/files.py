@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -54,51 +54,35 @@ def folder_of(tensor: Tensor) -> str | None:
     return str(Path(path).parent)
 
 
-def _one(made: Tensor, x: Tensor, *args: Any) -> Tensor:
-    return made.fill_(1)
-
-
-def _value(made: Tensor, x: Tensor, value: Any, *args: Any) -> Tensor:
-    return made.fill_(value)
-
-
-def _copy(made: Tensor, x: Tensor, *args: Any) -> Tensor:
-    return made.copy_(x)
-
-
-def _zeros(made: Tensor, x: Tensor, *args: Any) -> Tensor:
-    return made
-
-
-LIKE: dict[Any, Callable[..., Tensor]] = {  # ops whose result is like a tensor, and what is written to it
-    aten.zeros_like: _zeros, aten.empty_like: _zeros, aten.ones_like: _one, aten.full_like: _value, aten.clone: _copy,
-}  # fmt: skip
+OF_ZEROS = (aten.zeros_like, aten.empty_like)
+LIKE = (*OF_ZEROS, aten.ones_like, aten.full_like, aten.clone, aten.add)  # ops whose result is like a tensor
 
 
 def made_beside(func: Any, x: Any, *args: Any, **kwargs: Any) -> Tensor | None:
     """The result of an op that makes a tensor like one in a file, such as an optimizer's state: in the same folder.
 
-    None for any other op or tensor.
+    So is the sum of two tensors in files, such as gradients of two calls. None for any other op or tensor.
     """
-    fill = LIKE.get(getattr(func, "overloadpacket", None))
-    folder = folder_of(x) if fill is not None and isinstance(x, Tensor) else None
-    if fill is None or folder is None or str(kwargs.get("device") or "cpu") != "cpu":
+    packet: Any = getattr(func, "overloadpacket", None)
+    folder = folder_of(x) if packet in LIKE and isinstance(x, Tensor) else None
+    if folder is None or str(kwargs.get("device") or "cpu") != "cpu":
         return None
-    like = torch.empty_like(x, dtype=kwargs.get("dtype"), device="meta")
-    return fill(empty_in(folder, like.shape, like.dtype), x, *args)
+    if packet is aten.add and not (isinstance(args[0], Tensor) and _is_like(args[0], x)):
+        return None
+    made = empty_in(folder, x.shape, kwargs.get("dtype") or x.dtype)
+    if packet in OF_ZEROS:
+        return made
+    result: Tensor = packet.out(x, *args, **({"alpha": kwargs["alpha"]} if "alpha" in kwargs else {}), out=made)
+    return result
+
+
+def _is_like(other: Tensor, x: Tensor) -> bool:
+    return other.shape == x.shape and other.dtype == x.dtype and folder_of(other) == folder_of(x)
 
 
 def empty_beside(x: Tensor, dtype: torch.dtype) -> Tensor:
     """A contiguous tensor of the shape of another, in the same folder if that is in a file."""
-    made = made_beside(aten.empty_like.default, x, dtype=dtype)
-    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format) if made is None else made
-
-
-def sum_beside(func: Any, x: Any, *args: Any, **kwargs: Any) -> Tensor | None:
-    """The sum of two tensors in files, such as gradients of two calls: in the same folder. None for anything else."""
-    if func is not aten.add.Tensor or not args or not isinstance(args[0], Tensor) or args[0].shape != x.shape:
-        return None
     folder = folder_of(x)
-    if folder is None or folder_of(args[0]) != folder or x.dtype != args[0].dtype:
-        return None
-    return torch.add(x, *args, **kwargs, out=empty_in(folder, x.shape, x.dtype))
+    if folder is not None:
+        return empty_in(folder, x.shape, dtype)
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -22,50 +22,23 @@ class Host:
         self.module: Any = torch.get_device_module(device if self.has_streams else "cpu")
         self.stream: Any = self.module.Stream(device) if self.has_streams else None
 
-    def copy_out(self, memory: Tensor) -> Tensor:
-        """A copy in host memory, pinned for a device with streams."""
-        copy = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=self.has_streams)
+    def copy_out(self, memory: Tensor, into: Tensor | None = None) -> Tensor:
+        """A copy in host memory, pinned for a device with streams, or in a tensor that is given."""
+        copy = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=self.has_streams) if into is None else into
         with self._copying(after_computing=True):
             copy.copy_(memory, non_blocking=True)
         if self.has_streams:
             memory.record_stream(self.stream)
         return copy
 
-    def copy_back(self, memory: Tensor) -> Tensor:
-        """A copy on the device."""
-        with self._copying():
-            copy = torch.empty(memory.shape, dtype=memory.dtype, device=self.device)
+    def copy_back(self, memory: Tensor, into: Tensor | None = None) -> Tensor:
+        """A copy on the device, or in a tensor there that is given, once nothing computes with it."""
+        with self._copying(after_computing=into is not None):
+            copy = torch.empty(memory.shape, dtype=memory.dtype, device=self.device) if into is None else into
             copy.copy_(memory, non_blocking=True)
         if self.has_streams:
             copy.record_stream(self.module.current_stream(self.device))
         return copy
-
-    def fetch(self, x: Tensor, into: Tensor | None) -> Callable[[], Tensor]:
-        """Start a copy on a device with streams; the function lets computation wait for it."""
-        with self._copying(after_computing=into is not None):  # what is copied over may still be read
-            copy = torch.empty(x.shape, dtype=x.dtype, device=self.device) if into is None else into
-            copy.copy_(x, non_blocking=True)
-        copy.record_stream(self.module.current_stream(self.device))
-        mark = self.mark()
-
-        def wait() -> Tensor:
-            self.wait(mark)
-            return copy
-
-        return wait
-
-    def offload(self, x: Tensor, copy: Tensor) -> Callable[[], Tensor]:
-        """Start to write a copy from a device with streams; the function waits until it can be read."""
-        with self._copying(after_computing=True):
-            copy.copy_(x, non_blocking=True)
-        x.record_stream(self.stream)
-        mark = self.mark()
-
-        def wait() -> Tensor:
-            mark.synchronize()
-            return copy
-
-        return wait
 
     def mark(self) -> Any:
         """An event after all copies so far, for ``wait``."""

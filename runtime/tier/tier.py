@@ -46,10 +46,16 @@ class Tier:
 
     def fetch(self, x: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
         """Start a copy on the device, in a tensor if one is given; returns a function that waits for it."""
-        if self._host.has_streams:
-            return self._host.fetch(x, into)
         if x.is_meta:
             return lambda: x
+        if self._host.has_streams:
+            copied, mark = self._host.copy_back(x, into), self._host.mark()
+
+            def wait() -> Tensor:
+                self._host.wait(mark)
+                return copied
+
+            return wait
         with torch.inference_mode(False):  # it may be kept, and fetched again outside of that mode
             copy = torch.empty(x.shape, dtype=x.dtype) if into is None else into
         return self._reader.submit(_copied, copy, x).result
@@ -59,10 +65,17 @@ class Tier:
         if x.is_meta or isinstance(x, FakeTensor):
             return lambda: x
         copy = self.empty(x.shape, x.dtype)
-        if x.device.type != "cpu":
-            return self._host.offload(x, copy)
-        copy.copy_(x)
-        return lambda: copy
+        if x.device.type == "cpu":
+            copy.copy_(x)
+            return lambda: copy
+        self._host.copy_out(x, copy)
+        mark = self._host.mark()
+
+        def wait() -> Tensor:
+            mark.synchronize()
+            return copy
+
+        return wait
 
 
 @torch.no_grad()

@@ -110,11 +110,8 @@ def stored_bytes(program: Program, names: Collection[str]) -> dict[str, int]:
         "optimizer": program.options.optimizer_states
         * sum(nbytes(program.local_type(nodes[name])) for name in gradients),
     }
-    zero, pipeline = program.options.zero, program.options.pipeline
-    offloaded = 0
-    if pipeline is not None and pipeline.offload:
-        offloaded = sum(bytes_.values())
-    elif zero is not None and zero.offload is not None:
+    offloaded = sum(bytes_.values()) if program.options.offloads else 0  # all of it by a pipeline
+    if program.options.offloaded is not None:
         below = stored_below(program).intersection((*stored, *gradients.values()))
         offloaded = sum(nbytes(program.local_type(node)) for node in below) + bytes_["optimizer"]
     return {**bytes_, "offloaded": offloaded}
@@ -125,7 +122,8 @@ def resident_bytes(program: Program, stages: Sequence[Stage], place: Sequence[in
     counted: dict[int, set[str]] = {rank: set() for rank in place}
     for stage, rank in zip(stages, place, strict=True):
         stored = stored_bytes(program, set(stage.parameters) - counted[rank])
-        yield sum(stored.values()) - 2 * stored["offloaded"]
+        offloaded = stored.pop("offloaded")
+        yield sum(stored.values()) - offloaded
         counted[rank] |= set(stage.parameters)
 
 

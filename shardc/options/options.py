@@ -14,7 +14,7 @@ from .pipeline import Pipeline
 from .precision import Precision
 from .remat import Remat
 from .saved import Saved, check_saved
-from .zero import HOST, STAGES, Zero
+from .zero import HOST, STAGES, Offloaded, Zero
 
 BUCKET = 25 * 2**20  # bytes, as many as DDP's
 ADAM = "adam"
@@ -51,10 +51,14 @@ class Options:
         return OPTIMIZERS[self.optimizer]
 
     @property
+    def offloaded(self) -> Offloaded | None:
+        """What ``Zero`` stores in the tier below the device's memory; None where it stores nothing there."""
+        return None if self.zero is None else self.zero.offload
+
+    @property
     def offloads(self) -> bool:
         """Whether the optimizer's states are in the tier below the device's memory."""
-        in_pipeline = self.pipeline is not None and self.pipeline.offload
-        return in_pipeline or (self.zero is not None and self.zero.offload is not None)
+        return self.offloaded is not None or (self.pipeline is not None and self.pipeline.offload)
 
     @property
     def in_files(self) -> bool:
@@ -82,7 +86,7 @@ class Options:
         if self.zero and self.pipeline and self.pipeline.axis in self.zero.axes:
             what, problem = f"with Pipeline({self.pipeline.axis!r})", "a parameter is held by the ranks of one stage"
             raise OptionError(f"Zero({self.zero.axis!r})", what, problem, "name another axis in one of them")
-        if self.zero and self.zero.offload and self.pipeline and self.pipeline.offload:
+        if self.zero and self.offloaded and self.pipeline and self.pipeline.offload:
             what, problem = (
                 f"with Pipeline({self.pipeline.axis!r}, offload=True)",
                 "both say where parameters are stored",

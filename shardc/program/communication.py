@@ -228,7 +228,7 @@ def is_gathered_early(node: fx.Node) -> bool:
 
 
 def gathered_again(node: fx.Node) -> list[fx.Node]:
-    """The gathers that take what an early node brings, and gather it over axes or over further ones."""
+    """The gathers that read what an early node has fetched or gathered."""
     return list(filter(_gathers, final_readers(node))) if is_early(node) else []
 
 
@@ -294,11 +294,11 @@ def deferrable(program: Program) -> frozenset[fx.Node]:
     """The calls that may run once for several backwards, on the sums of their operands over these backwards.
 
     They are the ``all_reduce``s whose results reach only gradients of parameters, through linear ops, and those ops.
-    Under stage 1 of ``Zero`` that holds for a ``reduce_scatter`` too; elsewhere one makes a gradient smaller at once.
-    Elsewhere none may wait where gradients are offloaded: the device has no room for them.
+    Under stage 1 of ``Zero`` that holds for a ``reduce_scatter`` too; in other stages one makes a gradient smaller at
+    once, and where gradients are offloaded no sum may wait: the device has no room for it.
     """
     zero = program.options.zero
-    if zero is not None and zero.offload is not None and zero.stage != 1:
+    if zero is not None and zero.stage != 1 and program.options.offloaded is not None:
         return frozenset()
     kinds = {"all_reduce", "reduce_scatter"} if zero is not None and zero.stage == 1 else {"all_reduce"}
     return frozenset(_closed(program, {node for node in only_to_gradients(program) if _reduces(node, kinds)}))

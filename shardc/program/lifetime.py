@@ -33,8 +33,7 @@ def is_row_of_kept(program: Program, name: str, stored: fx.Node, kept: fx.Node) 
 
     Not where it is offloaded, nor where the copy was sent in codes or has padded rows.
     """
-    zero = program.options.zero
-    if zero is not None and zero.offload is not None:
+    if program.options.offloaded is not None:
         return False
     dims, local_type = program.sharding(stored).dims, program.local_type(stored)
     shape = program.global_type(stored).shape
@@ -48,8 +47,7 @@ def is_row_of_kept(program: Program, name: str, stored: fx.Node, kept: fx.Node) 
 
 def stored_below(program: Program) -> set[fx.Node]:
     """The values that are in the tier below the device's memory."""
-    zero = program.options.zero
-    if zero is None or zero.offload is None:
+    if program.options.offloaded is None:
         return set()
     return {*parameters_of(program).values(), *program.graph.find_nodes(op="call_function", target=offload)}
 
