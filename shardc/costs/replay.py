@@ -48,21 +48,23 @@ Message = tuple[Crossing, int]  # of a microbatch, or ALL for one that is sent o
 
 def ledgers_of(program: Program) -> list[Ledger]:
     """The ledger of each rank of a lowered pipeline; of any other program one, since all its ranks are alike."""
-    parts, parameters = split(program), parameters_of(program)
+    parts = split(program)
+    if has_stages(program):
+        stages, schedule = stages_of(program), schedule_of(program)
+        return [_RankReplay(stages, schedule, rank, parts).run() for rank in range(schedule.num_ranks)]
     owners = owners_of(program, (node for node in program.graph.nodes if node.op == "call_function"))
-    kinds = _kinds(program, parts, owners)
-    if not has_stages(program):
-        return [_Replay(program, owners, kinds, parameters).step(parts)]
-    stages, schedule = stages_of(program), schedule_of(program)
-    return [_RankReplay(stages, schedule, rank, owners, kinds).run() for rank in range(schedule.num_ranks)]
+    return [_Replay(program, owners, _kinds(program, parts, owners), parameters_of(program)).step(parts)]
 
 
 def _kinds(program: Program, parts: Parts, owners: Mapping[Value, Value]) -> dict[Value, str]:
-    """The class of each value's bytes: that of the value whose memory it shares."""
+    """The class of each value's bytes: that of the value whose memory it shares.
+
+    ``owners``: those of one rank. What another rank's backward reads is saved too.
+    """
     parameters, update, forward = set(parameters_of(program).values()), set(parts.update), set(parts.forward)
     reads = {read for node in parts.backward for read in node.all_input_nodes if not is_getitem(node)}
-    saved = {owners[program.value(node)] for node in reads}
-    results = {owners[program.value(node)] for node in program.results if node is not None}
+    saved = {owners.get(program.value(node)) for node in reads}
+    results = {owners.get(program.value(node)) for node in program.results if node is not None}
 
     def kind(value: Value) -> str:
         node = value[0]
@@ -165,6 +167,29 @@ class _Replay:
         return Block(value, size, self.kinds.get(of or value, "working"))
 
 
+def _calls_of(stages: Stages, here: Collection[int]) -> Iterator[fx.Node]:
+    """The calls of some stages, in program order."""
+    calls = {
+        node
+        for stage in here
+        for of_part in (stages.stages[stage].parts, stages.stages[stage].sums)
+        for nodes in of_part.values()
+        for node in nodes
+    }
+    return (node for node in stages.program.graph.nodes if node in calls)
+
+
+def _received(stages: Stages, schedule: Schedule, rank: int) -> set[fx.Node]:
+    """The values that a rank receives from others."""
+    place = schedule.place
+    return {
+        node
+        for way, nodes in stages.crossings.items()
+        if place[way.target] == rank != place[way.source]
+        for node in nodes
+    }
+
+
 def find(env: Env, base: Env, node: fx.Node) -> Blocks:
     """The blocks of a node."""
     return env.get(node) or base[node]
@@ -178,12 +203,11 @@ class _RankReplay(_Replay):
     ``forgotten``: by stage and part, what is read right after the part and not again.
     """
 
-    def __init__(
-        self, stages: Stages, schedule: Schedule, rank: int, owners: Mapping[Value, Value], kinds: Mapping[Value, str]
-    ) -> None:
+    def __init__(self, stages: Stages, schedule: Schedule, rank: int, parts: Parts) -> None:
         here = tuple(schedule.stages_on(rank))
         names = {name for stage in here for name in stages.stages[stage].parameters}
-        super().__init__(stages.program, owners, kinds, names)
+        owners = owners_of(stages.program, _calls_of(stages, here), _received(stages, schedule, rank))
+        super().__init__(stages.program, owners, _kinds(stages.program, parts, owners), names)
         self.stages, self.schedule, self.rank, self.here = stages, schedule, rank, here
         pipeline = self.program.options.pipeline
         self.resident = ResidentStages(stage_turns(stages, schedule, rank)) if pipeline and pipeline.offload else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,15 +84,19 @@ def _needed_by(program: Program, part: str) -> set[fx.Node]:
     return needed | {node for node in picked if operand(node) in needed}
 
 
-def owners_of(program: Program, order: Iterable[fx.Node]) -> Mapping[Value, Value]:
+def owners_of(program: Program, order: Iterable[fx.Node], received: Collection[fx.Node] = ()) -> Mapping[Value, Value]:
     """For every value the one whose memory it shares: itself, or the base of the view that it is.
 
     The calls of ``order`` are asked for the layouts of their results, since whether a reshape is a view depends on
-    strides.
+    strides. Inputs and what is ``received`` from other ranks are contiguous.
     """
     owners: dict[Value, Value] = {}
     layouts: dict[Value, Layout] = {}
-    for node in (*program.placeholders, *order):
+    for node, i in map(program.value, (*program.placeholders, *received)):
+        type_ = program.types(node)[i]
+        if type_ is not None:
+            owners[node, i], layouts[node, i] = (node, i), Layout.new(type_)
+    for node in order:
         if is_getitem(node):
             continue
         reads: list[Value] = []  # in the order of the call's tensors
@@ -119,8 +123,6 @@ def _layouts(
     Results are new tensors where a runtime allocates them.
     """
     new = tuple([None if type_ is None else Layout.new(type_) for type_ in program.types(node)])
-    if node.op == "placeholder":
-        return new, False
     target, mesh = node.target, program.mesh
     if target in MOVES:
         assert mesh is not None

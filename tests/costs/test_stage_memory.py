@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from string import ascii_lowercase
 from typing import Any
 
 import gpt
 import pytest
+import torch
 from measuring import measured_by_rank, without_optimizer
+from random_model import RandomModel, Step
 
 from shardc import Mesh, P, compile
 from shardc.costs.memory import memory_by_rank
@@ -52,3 +55,34 @@ def test_the_bytes_announced_for_each_rank_are_those_alive(pipeline: Pipeline, c
     is_twice = config.tied and place[0] != place[-1]  # on the first rank and on the last
     shared = model.tokens.weight.nbytes if is_twice else 0
     assert held == sum(parameter.nbytes for parameter in model.parameters()) + shared
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "ranks", "shape", "steps"),
+    [
+        (
+            Pipeline(microbatches=5, schedule="zb-v"),
+            2,
+            (7, 5, 4),
+            "table7 linear9 repeat2 roll10 shift1 linear2 attention8",
+        ),
+        (
+            Pipeline(microbatches=4, schedule="interleaved"),
+            2,
+            (9, 3, 8),
+            "flip5 softmax7 shift2 linear9 gelu5 linear5 residual4 attention3",
+        ),
+        (Pipeline(microbatches=1, schedule="interleaved"), 3, (5, 5, 8), "attention7 conv10 flip9"),
+    ],
+    ids=["zb-v", "interleaved", "three"],
+)
+def test_what_a_rank_receives_is_contiguous_whatever_it_was_on_its_sender(
+    pipeline: Pipeline, ranks: int, shape: tuple[int, ...], steps: str
+) -> None:
+    """So a reshape of it may be a view on the one and a copy on the other."""
+    torch.manual_seed(0)
+    drawn = [Step(each.rstrip("0123456789"), int(each.lstrip(ascii_lowercase))) for each in steps.split()]
+    model, x = RandomModel(shape[-1], tuple(drawn)), torch.randn(shape, dtype=torch.float64)
+    compiled = compile(model, Mesh(pp=ranks), {}, args=(x,), pipeline=pipeline)
+    announced = [without_optimizer(each) for each in memory_by_rank(compiled.program)]
+    assert announced == measured_by_rank(compiled, x)
