@@ -80,7 +80,7 @@ def _check_results(program: Program) -> None:
         assert result is None or not program.sharding(result).partial, f"output {output.name} is a partial sum"
     kinds = {node: kind for (kind, _), node in program.named_inputs.items()}
     for output, owner, result in ends_of(program):
-        if result is not None and owner is not None and output.kind in ("gradient", "buffer", "changed"):
+        if result is not None and owner is not None and output.kind in ("gradient", "buffer", "changed", "residual"):
             sharding, expected = program.sharding(result), program.sharding(owner)
             assert sharding == expected, (
                 f"{output.kind} {output.name}: {sharding}, but the {kinds[owner]} is {expected}"

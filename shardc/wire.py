@@ -1,14 +1,18 @@
 """The ``wire`` option: the codec in which the values of a collective are sent.
 
 A codec writes floating-point values in fewer bytes. Its error is that of rounding: each rank that sends a value
-encodes it, and each rank that receives it decodes it and computes on, sums in float32.
+encodes it, and each rank that receives it decodes it and computes on, sums in float32. Of gradients, ``1bit`` and
+``topk`` send what they left out before as well (error feedback).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
+from statistics import NormalDist
 from typing import Any
 
 from shardc.language.errors import OptionError, did_you_mean, raise_all
@@ -26,22 +30,29 @@ class Codec:
 
     ``bits``: of an element. ``block``: the number of elements that go together; no block has elements of two tensors.
     ``error``: the root mean square error of normally distributed values, as a part of their own root mean square.
-    ``scale``: the bytes of the scale of a block, a float32; 0 where elements are codes by themselves.
+    ``header``: the bytes of a block besides those of its elements: its scale, a float32, or the elements that are kept;
+    0 where elements are codes by themselves. ``has_feedback``: what it leaves out of a gradient is added to the next.
     """
 
     name: str
     bits: int
     block: int
     error: float
-    scale: int = 0
+    header: int = 0
+    has_feedback: bool = False
+
+    @property
+    def block_length(self) -> int:
+        """The elements of the codes of a block: bytes, or without a header as many as the values."""
+        return self.header + self.block * self.bits // 8 if self.header else self.block
 
     def length(self, numel: int) -> int:
-        """The elements of the tensor of codes of so many values: bytes, or without scales as many as the values."""
-        return ceil_div(numel, self.block) * (self.scale + self.block * self.bits // 8 if self.scale else self.block)
+        """The elements of the tensor of codes of so many values."""
+        return ceil_div(numel, self.block) * self.block_length
 
     def nbytes(self, numel: int) -> int:
         """The bytes of the codes of so many values, the last block filled up."""
-        return self.length(numel) * (1 if self.scale else self.bits // 8)
+        return self.length(numel) * (1 if self.header else self.bits // 8)
 
 
 CODECS = {
@@ -52,15 +63,43 @@ CODECS = {
         Codec("int8", 8, 256, 7.0e-3, SCALE),
         Codec("fp8", 8, 256, 2.6e-2, SCALE),
         Codec("int4", 4, 128, 1.17e-1, SCALE),
+        Codec("1bit", 1, 256, 6.02e-1, SCALE, has_feedback=True),
     )
 }
 VALUES = Codec("values", 32, 256, 0.0)  # as they are, in one step of a collective that sends codes in another
+TOPK, TOPK_BLOCK = "topk", 1024
+KEPT = 4  # bytes of an element that is kept: its place in the block, and its value as bf16
+EXAMPLES = (*CODECS, f"{TOPK}:0.01")
 Wire = Mapping[str, str | None]
 
 
+@cache
 def codec_named(name: str) -> Codec:
-    """The codec of a name that a program has."""
-    return VALUES if name == VALUES.name else CODECS[name]
+    """The codec of a name: of one of ``CODECS``, of VALUES, or ``topk:`` and the part of the elements that is kept.
+
+    Raises a ValueError for any other name.
+    """
+    kind, _, part = name.partition(":")
+    if kind != TOPK:
+        if name not in CODECS and name != VALUES.name:
+            raise ValueError(f"there is no codec {name!r}")
+        return VALUES if name == VALUES.name else CODECS[name]
+    ratio = float(part)
+    if not 0 < ratio <= 0.5:
+        raise ValueError(f"{TOPK} keeps a part between 0 and 0.5, not {part}")
+    count = max(1, round(ratio * TOPK_BLOCK))
+    ratio, normal = count / TOPK_BLOCK, NormalDist()
+    least = normal.inv_cdf(1 - ratio / 2)
+    error = math.sqrt(1 - ratio - 2 * least * normal.pdf(least))
+    return Codec(name, 0, TOPK_BLOCK, error, KEPT * count, has_feedback=True)
+
+
+def is_codec(name: Any) -> bool:
+    """Whether there is a codec of this name."""
+    try:
+        return isinstance(name, str) and bool(codec_named(name))
+    except ValueError:
+        return False
 
 
 def key_of(wire: Wire, axis: str, content: str, paths: Collection[str]) -> str | None:
@@ -93,7 +132,7 @@ def wire_on(wire: Wire | None, axes: Collection[str]) -> Wire | None:
 def check_wire(wire: Any, mesh: Mesh) -> None:
     """Raise an OptionError for all entries of the option that have no meaning on a mesh."""
     if not isinstance(wire, Mapping):
-        example = f"{{{mesh.axis_names[0]!r}: {wire!r}}}" if wire in CODECS else "{'dp': 'int8'}"
+        example = f"{{{mesh.axis_names[0]!r}: {wire!r}}}" if is_codec(wire) else "{'dp': 'int8'}"
         problem = "it maps axes, or what is sent, to codecs"
         raise OptionError("option wire", f"wire={wire!r}", problem, f"say wire={example}")
     known = (*mesh.axis_names, *CONTENTS)
@@ -107,7 +146,7 @@ def check_wire(wire: Any, mesh: Mesh) -> None:
                 errors.append(
                     OptionError(who, f"{word!r}", "it is no axis of the mesh and nothing that is sent", remedy)
                 )
-        if name is not None and name not in (*CODECS, VALUES.name):
-            remedy = did_you_mean(str(name), CODECS) or f"say one of {', '.join(CODECS)}, or None"
+        if name is not None and not is_codec(name):
+            remedy = did_you_mean(str(name), EXAMPLES) or f"say one of {', '.join(EXAMPLES)}, or None"
             errors.append(OptionError(who, f"{name!r}", "there is no such codec", remedy))
     raise_all(errors)

@@ -11,31 +11,45 @@ gathers the codes of the sums. So sums are made of decoded values, and every ran
 the same codes, the rank that encoded it too. In a pipeline the codes of a message are made by the stage that sends it,
 and decoded by the one that it is for.
 
+A codec with feedback makes inputs and results of the program of kind ``residual``: of each gradient what codes left out
+in the step before, and leave out in this one. ``shardc/program/coding/nodes.py`` has an example.
+
 Invariant: every value that was there keeps its type and its sharding.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 
+from shardc.language.errors import OptionError
 from shardc.language.mesh import NO_CODES, Axes, merge_parts, part_ends, split_parts
 from shardc.language.partition import parse_parts
 from shardc.language.sharding import WHOLE, DimSharding, Sharding, TensorType, ceil_div, num_shards
 from shardc.ops.codes import CUT, codes_dtype, sum_dtype
 from shardc.program.coding.content import Contents, Step
 from shardc.program.coding.local import piece_of
-from shardc.program.coding.nodes import Arguments, add_codes, decode, encode
-from shardc.program.collective import all_gather, all_to_all, collective_permute, group_size, steps_sharding
+from shardc.program.coding.nodes import Arguments, add_codes, decode, encode, left_out, with_residual
+from shardc.program.collective import (
+    all_gather,
+    all_to_all,
+    collective_permute,
+    group_size,
+    shard_slice,
+    steps_sharding,
+)
 from shardc.program.communication import bucket, members
 from shardc.program.lifetime import split
-from shardc.program.program import Program
+from shardc.program.node import descendants
+from shardc.program.program import Input, Output, Program, ends_of
 from shardc.program.stages import Crossing, has_stages, stages_of
-from shardc.wire import Codec
+from shardc.wire import VALUES, Codec
 
 
 def encode_collectives(program: Program) -> Program:
@@ -51,14 +65,25 @@ def encode_collectives(program: Program) -> Program:
         program.notes = (*program.notes, *(f"wire names {key!r}, but {NO_CODES}" for key in unused))
     for message in messages:
         _encode_message(program, *message)
+    fed = {node for node, steps in coded.items() if contents.feeds_back(node, steps)}
+    if fed and has_stages(program):
+        raise _no_feedback(coded[min(fed)])
+    residuals = _Residuals(program)
     for node, steps in coded.items():
         with program.graph.inserting_before(node):
-            result = _Coded(program, node).result(steps)
+            result = _Coded(program, node, residuals if node in fed else None).result(steps)
         for user in list(node.users) if node.target is bucket else ():
             user.args = (result, user.args[1])
         node.replace_all_uses_with(result)
         program.graph.erase_node(node)
     return program
+
+
+def _no_feedback(steps: Sequence[Step]) -> OptionError:
+    name = next(codec.name for _, codec in steps if codec.has_feedback)
+    what = f"{name!r} for gradients, whose stages are on ranks of their own"
+    problem = "what it leaves out is added in the next step, which a pipeline does not do"
+    return OptionError("option wire", what, problem, "say int8 or int4, or leave pipeline out")
 
 
 Message = tuple[fx.Node, Codec, Crossing, tuple[fx.Node, ...]]
@@ -98,21 +123,79 @@ def _encode_message(
         reader.replace_input_with(node, decoded)
 
 
-class _Coded:
-    """Makes the nodes of a collective that sends codes."""
+class _Residuals:
+    """Makes the inputs and the results of a program that are residuals.
 
-    def __init__(self, program: Program, node: fx.Node) -> None:
+    State: ``names`` of those made so far; ``last``, the last placeholder; ``outputs`` and ``results`` to add.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.names = program, set[str]()
+        self.last = program.placeholders[-1]
+        self.results: dict[fx.Node, list[str]] = {}
+        for output, _, result in ends_of(program):
+            if output.kind == "gradient" and result is not None:
+                self.results.setdefault(result, []).append(output.name)
+
+    def of_last_step(self, values: Sequence[fx.Node], node: fx.Node) -> dict[str, fx.Node]:
+        """New inputs by name: for each value of a collective what was left out of it."""
+        found: dict[str, fx.Node] = {}
+        for i, value in enumerate(values):
+            name, (type_, sharding) = self._name(node, i), residual_of(self.program, value)
+            with self.program.graph.inserting_after(self.last):
+                self.last = self.program.graph.placeholder(f"residual_{name.replace('.', '_')}")
+            self.program.set_type(self.last, type_)
+            self.program.set_sharding(self.last, sharding)
+            self.program.set_origins(self.last, ({},))
+            self.program.inputs = (*self.program.inputs, Input(name, "residual", type_))
+            found[name] = self.last
+        return found
+
+    def _name(self, node: fx.Node, index: int) -> str:
+        """The name of the first gradient that a value of a collective becomes, and a number where there are several."""
+        picked = [user for user in node.users if user.target is operator.getitem and user.args[1] == index]
+        after = descendants(*(picked if self.program.has_many(node) else [node]))
+        names = [name for result, names in self.results.items() if result in after for name in names]
+        name = first = names[0] if names else node.name
+        number = 1
+        while name in self.names:
+            number += 1
+            name = f"{first}:{number}"
+        self.names.add(name)
+        return name
+
+    def keep(self, name: str, residual: fx.Node) -> None:
+        """Return a residual from the program."""
+        program = self.program
+        program.outputs = (*program.outputs, Output(name, "residual"))
+        program.output_node.args = ((*program.results, residual),)
+
+
+def residual_of(program: Program, value: fx.Node) -> tuple[TensorType, Sharding]:
+    """The type and the sharding of what codes leave out of a value: each rank has its own."""
+    type_, sharding = program.value_type(program.value(value)), program.sharding(value)
+    ranks = DimSharding(merge_parts(sharding.partial_axes))
+    residual = TensorType((num_shards(ranks.axes), *type_.shape), sum_dtype(type_.dtype))
+    return residual, Sharding(sharding.mesh, (ranks, *sharding.dims))
+
+
+class _Coded:
+    """Makes the nodes of a collective that sends codes; with ``residuals`` what they leave out is sent next time."""
+
+    def __init__(self, program: Program, node: fx.Node, residuals: _Residuals | None) -> None:
         assert program.mesh is not None
         self.program, self.node, self.mesh, self.parts = program, node, program.mesh, members(node)
-        self.kind = self.parts[0].kind
+        self.kind, self.residuals = self.parts[0].kind, residuals
         self.dtype = sum_dtype(program.value_type(program.value(self.parts[0].operand)).dtype)
 
     def result(self, steps: Sequence[Step]) -> fx.Node:
         """Insert all nodes; the last one has the results of the collective."""
         (axes, codec), values = steps[0], [part.operand for part in self.parts]
         asked = self.kind, axes, tuple(part.args[1:] for part in self.parts), codec
+        given = self.residuals.of_last_step(values, self.node) if self.residuals else {}
+        values = [self._with_residual(*pair) for pair in zip(values, given.values(), strict=True)] if given else values
         if self.kind == "all_reduce":
-            arrived = self._reduced(steps, values, asked[2])
+            arrived, left = self._reduced(steps, values, asked[2])
         else:
             codes = self._encode(*asked, values)
             if self.kind == "collective_permute":
@@ -121,6 +204,8 @@ class _Coded:
                 arrived = self._send(all_gather, codes, (axes, 0))
             else:
                 arrived = self._send(all_to_all, codes, (axes, 0, 1))
+            left = self._left_out(*asked, codes, values)
+        self._keep(list(given), left)
         program, node = self.program, self.node
         types = program.types(node) if program.has_many(node) else program.type(node)
         result = self._insert(decode, (*asked[:3], codec.name, arrived), types)
@@ -129,22 +214,78 @@ class _Coded:
         program.set_origins(result, program.origins(node))
         return result
 
-    def _reduced(self, steps: Sequence[Step], values: Sequence[fx.Node], args: Arguments) -> fx.Node:
-        """The codes of an all_reduce of values from all ranks of its first step."""
+    def _with_residual(self, value: fx.Node, residual: fx.Node) -> fx.Node:
+        program = self.program
+        type_ = TensorType(program.value_type(program.value(value)).shape, self.dtype)
+        result = self._insert(with_residual, (value, residual), type_)
+        program.set_sharding(result, program.sharding(value))
+        program.set_origins(result, (program.origin(value),))
+        return result
+
+    def _keep(self, names: Sequence[str], left: fx.Node | None) -> None:
+        """Return what was left out of each value from the program."""
+        if self.residuals is None or left is None:
+            return
+        for i, name in enumerate(names):
+            each = left
+            if self.program.has_many(left):
+                each = self._insert(operator.getitem, (left, i), self.program.types(left)[i])
+            self.residuals.keep(name, each)
+
+    def _left_out(
+        self, kind: Any, axes: tuple[str, ...], args: Arguments, codec: Codec, codes: fx.Node,
+        values: Sequence[fx.Node], rests: Sequence[fx.Node] = (), share: float = 1.0,
+    ) -> fx.Node | None:  # fmt: skip
+        """What codes leave out of values, and of this rank's piece of their sum."""
+        if self.residuals is None:
+            return None
+        found = [residual_of(self.program, value) for value in values]
+        types, shardings = zip(*found, strict=True)
+        index = self._own_index(axes) if rests else None
+        call = (kind, axes, args, codec.name, share, types[0].shape[0], codes, index, tuple(rests), *values)
+        result = self._insert(left_out, call, types if len(types) > 1 else types[0])
+        self.program.set_sharding(result, shardings if len(types) > 1 else shardings[0])
+        self.program.set_origins(result, ({},) * len(types))
+        return result
+
+    def _own_index(self, axes: tuple[str, ...]) -> fx.Node:
+        """The index of this rank along axes, as a tensor of one number."""
+        program, count = self.program, group_size(self.mesh, "all_gather", (axes,))
+        indices = program.emit(torch.ops.aten.arange.default, count, like=self.node)
+        program.set_sharding(indices, Sharding.replicated(self.mesh, 1))
+        own = self._insert(shard_slice, (indices, axes, 0), program.type(indices))
+        program.set_sharding(own, steps_sharding(program.sharding(indices), "shard_slice", (axes, 0)))
+        for each in (indices, own):
+            program.set_origins(each, ({},))
+        return own
+
+    def _reduced(
+        self, steps: Sequence[Step], values: Sequence[fx.Node], args: Arguments
+    ) -> tuple[fx.Node, fx.Node | None]:
+        """The codes of an all_reduce of values from all ranks of its first step, and what is left out of the values."""
         (axes, codec), *further = steps
-        arrived = self._send(all_to_all, self._encode("all_reduce", axes, args, codec, values), (axes, 0, 1))
+        codes, rests, copies = self._encode("all_reduce", axes, args, codec, values), list[fx.Node | None](), 1
+        arrived = self._send(all_to_all, codes, (axes, 0, 1))
         numel = self.program.type(arrived).shape[2] // codec.length(1) * codec.block
         senders = self._senders(values, axes)
         type_ = TensorType((num_shards(senders.axes), numel), self.dtype)
         total = self._cut(self._insert(add_codes, (codec.name, arrived), type_), senders)
         if further:  # after which ranks along its axes have the same
             own, ((within, by), *_) = parse_parts(axes, self.mesh), further
-            codes = self._reduced(further, [total], (("sum",),))
+            sums, left = self._reduced(further, [total], (("sum",),))
+            rests.append(left)
+            copies = num_shards(parse_parts(within, self.mesh))
             others = _others([self.program.sharding(total)], own + parse_parts(within, self.mesh))
             senders = DimSharding(merge_parts(others + own))
             type_ = TensorType((num_shards(senders.axes), numel), self.dtype)
-            total = self._cut(self._insert(decode, ("all_reduce", within, (("sum",),), by.name, codes), type_), senders)
-        return self._send(all_gather, self._encode("all_gather", axes, ((0,),), codec, [total]), (axes, 0))
+            total = self._cut(self._insert(decode, ("all_reduce", within, (("sum",),), by.name, sums), type_), senders)
+        gathered = "all_gather", axes, ((0,),), codec
+        encoded = self._encode(*gathered, [total])
+        arrived = self._send(all_gather, encoded, (axes, 0))
+        if codec is not VALUES:
+            rests.append(self._left_out(*gathered, encoded, [total], share=1 / copies))
+        own_rests = [each for each in rests if each is not None]
+        return arrived, self._left_out("all_reduce", axes, args, codec, codes, values, own_rests)
 
     def _encode(
         self, kind: Any, axes: tuple[str, ...], args: Arguments, codec: Codec, values: Sequence[fx.Node]

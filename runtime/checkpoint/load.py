@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 from shardc.language.errors import CheckpointError, did_you_mean
 
 from ..comm.dtensor import local
+from ..execute.residuals import Source
 from ..module.module import ParallelModule
 from ..tensor.global_tensor import GlobalTensor
 from ..tier.files import empty_beside
@@ -71,9 +73,9 @@ def load(
     checkpoint = open_checkpoint(Path(path), ranks)
     parts, error = [], None
     try:
-        target = Target(module, optimizer, {"scheduler": scheduler, "scaler": scaler})
+        target = Target(module, optimizer, {"scheduler": scheduler, "scaler": scaler}, ranks)
         target.check(checkpoint)
-        parts = list(target.parts(checkpoint, ranks))
+        parts = list(target.parts(checkpoint))
     except Exception as caught:
         error = caught
     checkpoint.verify(ranks, error)
@@ -152,6 +154,26 @@ class Checkpoint:
     def value(self, section: str) -> Any:
         """A section's value with its tensors whole; None if it was not saved."""
         return self.decoded(self.index.values.get(section), self.whole)
+
+    def residuals(self, ranks: Ranks) -> dict[str, list[Source]]:
+        """By the name of a residual what adds it to a tensor, as which it is stored from now on."""
+        found = self.decoded(self.index.values.get("residuals"), lambda key: partial(self._add_residual, key, ranks))
+        return found or {}
+
+    def _add_residual(self, key: str, ranks: Ranks, tensor: Tensor) -> None:
+        """Add this rank's part of a residual; where there were more or fewer ranks, an equal part of the sum."""
+        entry, layout = self.index.tensors[key], layout_of(tensor, ranks, key)
+        if entry.shape[1:] != tensor.shape[1:]:
+            return  # a gradient of another shape
+        if entry.shape == tensor.shape:
+            part = torch.zeros_like(own_part(tensor))
+            self.read(key, part, layout)
+            own_part(tensor).add_(part)
+            return
+        total = self.whole(key).sum(0, keepdim=True).div_(len(tensor)).expand(tensor.shape)
+        for stored in layout.blocks(tuple(tensor.shape)):
+            part = block_of(total, stored.block.offsets, stored.block.sizes).to(tensor.device)
+            block_of(own_part(tensor), stored.offsets, stored.block.sizes).add_(part)
 
     def decoded(self, value: Any, tensor: Callable[[str], Any]) -> Any:
         """A value of the index; a CheckpointError if it is none."""
@@ -235,8 +257,8 @@ class Part:
 class Target:
     """What a checkpoint is loaded into."""
 
-    def __init__(self, module: nn.Module, optimizer: Optimizer | None, others: Mapping[str, Any]) -> None:
-        self.module, self.optimizer, self.others = module, optimizer, others
+    def __init__(self, module: nn.Module, optimizer: Optimizer | None, others: Mapping[str, Any], ranks: Ranks) -> None:
+        self.module, self.optimizer, self.others, self.ranks = module, optimizer, others, ranks
         self.names = Names.of(module)
         self.optimizer_state: dict[str, Any] = {}
         self.optimizer_groups: list[dict[str, Any]] = []
@@ -307,9 +329,9 @@ class Target:
                     raise CheckpointError(f"{checkpoint.folder}: {name!r}", what, problem, remedy)
             self.optimizer_groups.append((found[0] if found else None) or {})
 
-    def parts(self, checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Part]:
+    def parts(self, checkpoint: Checkpoint) -> Iterator[Part]:
         """The parts that this rank reads; the optimizer's state is made where it has none yet."""
-        aliases = checkpoint.index.aliases
+        aliases, ranks = checkpoint.index.aliases, self.ranks
         layouts = {name: layout_of(each, ranks, name) for name, each in self.names.tensors.items()}
         for name, tensor in self.names.tensors.items():
             yield Part(f"model/{aliases.get(name, name)}", own_part(tensor), layouts[name])
@@ -347,6 +369,7 @@ class Target:
         if isinstance(self.module, ParallelModule) and "random" in values:
             runtime, random = self.module.shardc, values["random"]
             runtime.seed, runtime.step = random["seed"], random["step"]
+            runtime.residuals.load(checkpoint.residuals(self.ranks))
         for name, each in (checkpoint.value("extra_state") or {}).items():
             self.module.get_submodule(name.rpartition(".")[0]).set_extra_state(each)
         if self.optimizer is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import compress
 from typing import Any, Protocol
 from weakref import ReferenceType, ref
@@ -32,6 +33,7 @@ from ..comm.failure import telling_others
 from ..execute.deferred import Sums
 from ..execute.executor import Runner, SavedEnvs, without_autocast
 from ..execute.part import Values
+from ..execute.residuals import Residuals
 from ..tensor.reduction import complete_norms
 from .accumulation import Accumulation, DeferredReduction, deferred_gradient, deferred_reduction_of, separate_rows
 from .conversion import Conversion, Converter, GatheredParameters, ParameterGather, plain
@@ -61,9 +63,9 @@ class CompiledCall:
     """
 
     def __init__(self, compilation: Compilation, conversion: Conversion, runner: Runner,
-                 gathered: GatheredParameters | None, accumulation: Accumulation,
+                 gathered: GatheredParameters | None, accumulation: Accumulation, residuals: Residuals,
                  gate: Gate | None, text: ProgramText, is_of_region: bool = False) -> None:  # fmt: skip
-        self.is_of_region = is_of_region
+        self.is_of_region, self.residuals = is_of_region, residuals
         self.compilation, self.conversion, self.runner = compilation, conversion, runner
         self.gate, self.text = gate, text
         self.accumulation, self.program = accumulation, compilation.program
@@ -183,7 +185,11 @@ class CompiledCall:
         ``gradients``: those of the outputs. ``deferred``: the parameters whose gradients may be reduced later, by index
         of the program's outputs.
         """
-        tangents = self._shards(self._tangents(gradients))
+        residuals = self._residuals()
+        given = self._tangents(gradients)
+        for i, residual in residuals.items():
+            given[i] = residual
+        tangents = self._shards(given)
         reduction: DeferredReduction | None = None
         if deferred:
             columns, reduction = self._accumulate(saved, tangents, keep, deferred)
@@ -191,6 +197,9 @@ class CompiledCall:
             with without_autocast(self.conversion.comm.device):
                 rows = self.runner.backward(saved, tangents, keep)
             columns = list(zip(*separate_rows(rows, tangents, self._own_gradients), strict=True))
+        for i, residual in residuals.items():
+            output = self._indices.residuals[i]
+            self._outputs[output].write(residual, _present(columns[output]))
         results: list[Tensor | None] = [None] * len(self.program.inputs)
         tier = self.conversion.tier
         for i, output in self._indices.gradients.items():
@@ -201,6 +210,15 @@ class CompiledCall:
                     shards = [tier.stored(each) for each in shards]
                 results[i] = self._outputs[output].to_tensor(shards, i in plain)
         return results
+
+    def _residuals(self) -> dict[int, Tensor]:
+        """What codes left out of gradients in the last step, by index of the program's inputs."""
+        found: dict[int, Tensor] = {}
+        for i in self._indices.residuals:
+            node, put = self.program.placeholders[i], self.program.inputs[i]
+            zeros = partial(self._inputs[i].zeros, put.type.dtype)
+            found[i] = self.residuals.tensor(put.name, put.type, self.program.sharding(node), zeros)
+        return found
 
     def _tangents(self, gradients: Values) -> list[Tensor | None]:
         """The incoming gradients of the outputs as inputs of the program; zeros for outputs without one."""
@@ -406,8 +424,8 @@ class ProgramIndices:
 
     ``outputs``: the model's outputs. ``arguments``: inputs that are the call's. ``random``: random keys, if an
     op draws. ``tangents``: by an output's name, the input that is its gradient. ``written`` and ``gradients``: for an
-    input the output that is its new value, or its gradient. ``computed``: by a parameter's name, the output that is
-    the gathered parameter.
+    input the output that is its new value, or its gradient. ``residuals``: for one the output that is the new one.
+    ``computed``: by a parameter's name, the output that is the gathered parameter.
     """
 
     outputs: tuple[int, ...]
@@ -416,6 +434,7 @@ class ProgramIndices:
     tangents: Mapping[str, int]
     written: Mapping[int, int]
     gradients: Mapping[int, int]
+    residuals: Mapping[int, int]
     computed: Mapping[str, int]
 
     @staticmethod
@@ -431,5 +450,6 @@ class ProgramIndices:
             {put.name: i for i, put in inputs if put.kind == "tangent"},
             {owner: i for kind, owner, i in owned if kind in ("buffer", "changed")},
             {owner: i for kind, owner, i in owned if kind == "gradient"},
+            {owner: i for kind, owner, i in owned if kind == "residual"},
             {output.name: i for i, output in outputs if output.kind == "computed"},
         )

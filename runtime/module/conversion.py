@@ -109,6 +109,9 @@ class Converter(Protocol):
     def write(self, tensor: Tensor, shards: Sequence[Tensor]) -> None:
         """Write shards to a buffer or an input, in place."""
 
+    def zeros(self, dtype: torch.dtype) -> Tensor:
+        """A tensor of zeros, which is no part of the user's model."""
+
 
 class VirtualConversion:
     """All ranks in this process: every tensor of the user's is plain and whole, and is cut in every call."""
@@ -201,6 +204,9 @@ class VirtualConverter:
 
     def write(self, tensor: Tensor, shards: Sequence[Tensor]) -> None:
         tensor.copy_(self.to_tensor(shards, is_plain=True))
+
+    def zeros(self, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(self.shape, dtype=dtype, device=self.device)
 
 
 class DistributedConversion:
@@ -424,6 +430,10 @@ class DistributedConverter:
             local(tensor).copy_(self._stored_shard(shards))
         else:
             tensor.copy_(self._whole(shards))
+
+    def zeros(self, dtype: torch.dtype) -> Tensor:
+        piece = shard(torch.empty(self.shape, device="meta"), self.stored, self.comm.position)
+        return self.make(torch.zeros(piece.shape, dtype=dtype, device=self.comm.device))
 
     def _stored_shard(self, shards: Sequence[Tensor]) -> Tensor:
         if not self.is_padded:

@@ -32,6 +32,7 @@ from ..agreement.writes import Writes
 from ..comm.comm import Comm
 from ..comm.failure import telling_others, waiting
 from ..execute.executor import Executor, Runner
+from ..execute.residuals import Residuals
 from ..tensor.reduction import complete_norms
 from .accumulation import Accumulation, reduce_now
 from .call_sizes import CallSizes
@@ -73,6 +74,7 @@ class ModuleRuntime:
         self.gate, self._writes = gate, Writes()
         self.conversion, self.compile_fn, self._make_runner = conversion, compile_fn, make_runner
         self._gathered, self._accumulation = conversion.gathered_parameters(), Accumulation()
+        self.residuals = Residuals()
         self._shardings: dict[tuple[str, str], Sharding] = {}  # of parameters and buffers, by kind and name
         self._computed_shardings: dict[tuple[str, str], Sharding] = {}  # of parameters that are stored in another one
         self.variants: OrderedDict[tuple[Signature, *Key], Variants] = OrderedDict()
@@ -183,7 +185,7 @@ class ModuleRuntime:
         twin._shardings, twin._computed_shardings = dict(self._shardings), dict(self._computed_shardings)
         twin._awaited, twin._values = self._awaited, dict(self._values)
         twin.seed, twin.step, twin.mesh = self.seed, self.step, self.mesh
-        twin._is_compiled = self._is_compiled
+        twin._is_compiled, twin.residuals = self._is_compiled, self.residuals.copied()
         return twin
 
     def _request(
@@ -286,8 +288,8 @@ class ModuleRuntime:
                 self._set_gradient_dtypes(program)
                 self._warn(program)
                 return CompiledCall(
-                    compilation, self.conversion, runner, self._gathered, self._accumulation, self.gate, text,
-                    is_of_region,
+                    compilation, self.conversion, runner, self._gathered, self._accumulation, self.residuals,
+                    self.gate, text, is_of_region,
                 )  # fmt: skip
 
     def _sizes_of_calls_like(self, request: CallRequest) -> CallSizes:

@@ -86,6 +86,9 @@ class MicrobatchConverter:
         whole = self._joined(shards)
         return whole if is_plain else self.inner.to_tensor(self.inner.to_shards(whole), is_plain=False)
 
+    def zeros(self, dtype: torch.dtype) -> Tensor:
+        return self.inner.zeros(dtype)
+
     def write(self, tensor: Tensor, shards: Sequence[Tensor]) -> None:
         self.inner.write(tensor, shards[:1])
 

@@ -3,7 +3,7 @@
 Codes are a tensor ``[senders, receivers, length]``. What a rank sends to each of ``count`` others are the rows of
 ``[1, count, length]``; an all_to_all makes ``[count, 1, length]`` of it, whose rows come from each. A row holds the
 values of several tensors after each other, each filled up to whole blocks. A block is its scale, a float32, and then
-its codes, so that it can be read alone.
+its codes, so that it can be read alone; of ``topk`` it is the places of what is kept, and then that as bf16.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from shardc.wire import VALUES, Codec, codec_named
+from shardc.wire import KEPT, TOPK, VALUES, Codec, codec_named
 
 Dims = tuple[int, ...]
 Shapes = tuple[tuple[int, ...], ...]
@@ -43,16 +43,19 @@ def encode_rows(kind: str, codec: str, count: int, dims: Dims, lengths: tuple[in
     up with zeros; for an all_reduce all are laid flat after each other, and that is cut. For an all_gather and a
     collective_permute there is one row.
     """
-    by, dtype = codec_named(codec), sum_dtype(xs[0].dtype)
+    by = codec_named(codec)
+    return _encode(_rows(kind, by, count, dims, lengths, xs), by).unsqueeze(0)
+
+
+def _rows(kind: str, codec: Codec, count: int, dims: Dims, lengths: tuple[int, ...], xs: Sequence[Tensor]) -> Tensor:
+    """The values of a collective as rows of whole blocks; see ``encode_rows``."""
+    dtype = sum_dtype(xs[0].dtype)
     if kind in CUT:
         pieces = [_pieces(x, count, *cut) for x, *cut in zip(xs, dims, lengths, strict=True)]
     else:
         pieces = [x.reshape(1, -1) for x in xs]
-    values = [_filled(rows.to(dtype), by.block) for rows in pieces]
-    joined = _joined(values, 1)
-    if kind == "all_reduce":
-        joined = _filled(joined, by.block * count).view(count, -1)
-    return _encode(joined, by).unsqueeze(0)
+    joined = _joined([_filled(rows.to(dtype), codec.block) for rows in pieces], 1)
+    return _filled(joined, codec.block * count).view(count, -1) if kind == "all_reduce" else joined
 
 
 def add_codes(codec: str, dtype: torch.dtype, codes: Tensor) -> Tensor:
@@ -84,6 +87,38 @@ def decode_rows(
     return tuple(results) if len(results) > 1 else results[0]
 
 
+def add_residual(x: Tensor, residual: Tensor) -> Tensor:
+    """A value with what was left out of it before, ``[1, *shape]``."""
+    return x.to(residual.dtype) + residual.squeeze(0)
+
+
+def left_out_rows(
+    kind: str, codec: str, count: int, dims: Dims, lengths: tuple[int, ...], share: float, codes: Tensor,
+    index: Tensor, rests: Sequence[Tensor], *xs: Tensor,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
+    """What the codes of ``encode_rows`` leave out of each value, times ``share``: ``[1, *shape]`` for each.
+
+    ``rests``: what was left out later of this rank's own piece, which is that of ``index``. Where a value is no number
+    nothing is left out.
+    """
+    rows = _rows(kind, codec_named(codec), count, dims, lengths, xs)
+    left = rows - _decode(codes.squeeze(0), codec_named(codec), rows.dtype)
+    for rest in rests:
+        left.index_add_(0, index, rest.view(1, -1))
+    left = left.mul_(share).nan_to_num_(0.0, 0.0, 0.0)
+    left = left.view(1, -1) if kind == "all_reduce" else left
+    results, start = list[Tensor](), 0
+    for x, dim, length in zip(xs, dims, lengths, strict=True):
+        numel = x.numel() // x.shape[dim] * length if kind in CUT else x.numel()
+        values = left[:, start : start + numel]
+        if kind in CUT:
+            others = (*x.shape[:dim], length, *x.shape[dim + 1 :])
+            values = values.unflatten(1, others).movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, x.shape[dim])
+        results.append(values.reshape(1, *x.shape).contiguous())
+        start += numel + -numel % codec_named(codec).block
+    return tuple(results) if len(results) > 1 else results[0]
+
+
 def _pieces(x: Tensor, count: int, dim: int, length: int) -> Tensor:
     """The pieces of a value, a row each."""
     missing = count * length - x.shape[dim]
@@ -99,7 +134,7 @@ def _filled(rows: Tensor, block: int) -> Tensor:
 
 def _encode(rows: Tensor, codec: Codec) -> Tensor:
     """The codes of rows of whole blocks."""
-    if not codec.scale:
+    if not codec.header:
         return rows.to(codes_dtype(codec, rows.dtype))
     blocks = rows.reshape(-1, codec.block)
     codes = [_encode_blocks(each, codec) for each in blocks.split(AT_ONCE // codec.block)]
@@ -107,16 +142,27 @@ def _encode(rows: Tensor, codec: Codec) -> Tensor:
 
 
 def _encode_blocks(blocks: Tensor, codec: Codec) -> Tensor:
-    scale = (blocks.abs().amax(1, keepdim=True) / LARGEST[codec.name]).float()
+    if codec.name.startswith(TOPK):
+        places = blocks.abs().topk(codec.header // KEPT, 1).indices
+        kept = blocks.gather(1, places).to(torch.bfloat16)
+        return torch.cat([places.to(torch.int16).view(torch.uint8), kept.view(torch.uint8)], 1)
+    scale = _scale(blocks.abs(), codec).float()
     scaled = blocks / torch.where(scale > 0, scale, 1)  # of a block with a nan or inf the scale is one, and all is nan
     return torch.cat([scale.view(torch.uint8), _round(scaled, codec)], 1)
 
 
+def _scale(magnitudes: Tensor, codec: Codec) -> Tensor:
+    """The scale of each block; of signs the one that leaves out least."""
+    if codec.name == "1bit":
+        return magnitudes.mean(1, keepdim=True)
+    return magnitudes.amax(1, keepdim=True) / LARGEST[codec.name]
+
+
 def _decode(rows: Tensor, codec: Codec, dtype: torch.dtype, adds: bool = False) -> Tensor:
     """The values of rows of codes; ``adds``: their sum, as one row."""
-    if not codec.scale:
+    if not codec.header:
         return rows.sum(0, dtype=dtype, keepdim=True) if adds else rows.to(dtype)
-    blocks = rows.unflatten(1, (-1, codec.scale + codec.block * codec.bits // 8))
+    blocks = rows.unflatten(1, (-1, codec.block_length))
     values = [
         _decode_blocks(each, codec, dtype) for each in blocks.split(max(1, AT_ONCE // codec.block // len(rows)), 1)
     ]
@@ -124,8 +170,13 @@ def _decode(rows: Tensor, codec: Codec, dtype: torch.dtype, adds: bool = False) 
 
 
 def _decode_blocks(blocks: Tensor, codec: Codec, dtype: torch.dtype) -> Tensor:
-    scale = blocks[..., : codec.scale].contiguous().view(torch.float32)
-    return _unround(blocks[..., codec.scale :], codec).to(dtype) * scale
+    if codec.name.startswith(TOPK):
+        places, kept = blocks.split(codec.header // 2, -1)
+        values = blocks.new_zeros((*blocks.shape[:-1], codec.block), dtype=dtype)
+        places = places.contiguous().view(torch.int16).long()
+        return values.scatter_(-1, places, kept.contiguous().view(torch.bfloat16).to(dtype))
+    scale = blocks[..., : codec.header].contiguous().view(torch.float32)
+    return _unround(blocks[..., codec.header :], codec).to(dtype) * scale
 
 
 def _joined(pieces: Sequence[Tensor], dim: int) -> Tensor:
@@ -133,7 +184,10 @@ def _joined(pieces: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def _round(scaled: Tensor, codec: Codec) -> Tensor:
-    """The codes of values that lie between the smallest and the largest code, as bytes."""
+    """The codes of values that lie between the smallest and the largest code, as bytes; of signs eight in a byte."""
+    if codec.name == "1bit":
+        signs = (scaled >= 0).to(torch.uint8).unflatten(1, (-1, 8))
+        return (signs << torch.arange(8, dtype=torch.uint8, device=scaled.device)).sum(2, dtype=torch.uint8)
     if codec.name == "fp8":
         return scaled.to(torch.float8_e4m3fn).view(torch.uint8)
     largest = LARGEST[codec.name]
@@ -145,6 +199,9 @@ def _round(scaled: Tensor, codec: Codec) -> Tensor:
 
 
 def _unround(codes: Tensor, codec: Codec) -> Tensor:
+    if codec.name == "1bit":
+        bits = codes.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=codes.device)
+        return (bits & 1).flatten(-2).to(torch.int8) * 2 - 1
     if codec.name == "fp8":
         return codes.contiguous().view(torch.float8_e4m3fn).float()
     if codec.name == "int8":

@@ -295,8 +295,11 @@ def deferrable(program: Program) -> frozenset[fx.Node]:
 
     They are the ``all_reduce``s whose results reach only gradients of parameters, through linear ops, and those ops.
     Under stage 1 of ``Zero`` that holds for a ``reduce_scatter`` too; in other stages one makes a gradient smaller at
-    once, and where gradients are offloaded no sum may wait: the device has no room for it.
+    once, and where gradients are offloaded no sum may wait: the device has no room for it. Nor may one of which codes
+    leave out something, which the next backward adds.
     """
+    if any(output.kind == "residual" for output in program.outputs):
+        return frozenset()
     zero = program.options.zero
     if zero is not None and zero.stage != 1 and program.options.offloaded is not None:
         return frozenset()
@@ -315,7 +318,8 @@ def _reduces(node: fx.Node, kinds: Collection[str]) -> bool:
 def only_to_gradients(program: Program) -> set[fx.Node]:
     """The calls whose results reach gradients of parameters, through linear ops, and nothing else."""
     parameters, ends = set(parameters_of(program).values()), list(ends_of(program))
-    others = {node for output, owner, node in ends if output.kind != "gradient" or owner not in parameters}
+    residuals = {node for output, _, node in ends if output.kind == "residual"}
+    others = {node for output, owner, node in ends if output.kind != "gradient" or owner not in parameters} - residuals
     gradients = {node for *_, node in ends} - others  # results that are gradients of parameters and nothing else
     linear: set[fx.Node] = set()
     for node in reversed(list(program.graph.nodes)):

@@ -25,7 +25,7 @@ from shardc.program.program import Program, Value, parameters_of
 
 MOVES: set[Any] = {*COLLECTIVES, *EXCHANGES, *CODINGS, *TRANSFERS, bucket, reshard}  # their results are new
 OF_FORWARD = ("output", "buffer", "changed", "guard")
-PART_OF = {"computed": "update", **dict.fromkeys(OF_FORWARD, "forward"), "gradient": "backward"}
+PART_OF = {"computed": "update", **dict.fromkeys(OF_FORWARD, "forward"), "gradient": "backward", "residual": "backward"}
 
 
 def is_row_of_kept(program: Program, name: str, stored: fx.Node, kept: fx.Node) -> bool:

@@ -34,11 +34,12 @@ Check = Callable[["Program", fx.Node], None]  # raises an AssertionError
 class Input:
     """A placeholder, in order. ``name``: the parameter's or buffer's path, or the input's (``x``, ``batch.ids``).
 
-    ``tangent``: the gradient of the output that it names. ``random``: int64[2], seed and step.
+    ``tangent``: the gradient of the output that it names. ``random``: int64[2], seed and step. ``residual``: what codes
+    left out of a gradient in the step before.
     """
 
     name: str
-    kind: Literal["parameter", "buffer", "input", "tangent", "random"]
+    kind: Literal["parameter", "buffer", "input", "tangent", "random", "residual"]
     type: TensorType
     requires_grad: bool = False
 
@@ -50,11 +51,11 @@ class Output:
     ``gradient``: of the parameter or input that it names. ``buffer``: a buffer's new value, written back after the
     step. ``changed``: that of an input which the forward changes in place. ``computed``: a parameter as it is computed
     on, where that is kept until the parameter is written. ``guard``: what keeps an op in the program that must find in
-    values what it found at capture.
+    values what it found at capture. ``residual``: what codes leave out of a gradient.
     """
 
     name: str
-    kind: Literal["output", "gradient", "buffer", "changed", "computed", "guard"]
+    kind: Literal["output", "gradient", "buffer", "changed", "computed", "guard", "residual"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,6 +459,7 @@ class Program:
 
 
 End = tuple[Output, fx.Node | None, fx.Node | None]
+PLACEHOLDERS = {"buffer": "buffer", "changed": "input", "computed": "parameter", "residual": "residual"}  # of results
 
 
 def parameters_of(program: Program) -> dict[str, fx.Node]:
@@ -476,7 +478,7 @@ def ends_of(program: Program) -> Iterator[End]:
         if output.kind == "gradient":
             yield output, next(node for name, node in differentiable if name == output.name), result
         else:
-            kind = {"buffer": "buffer", "changed": "input", "computed": "parameter"}.get(output.kind, "")
+            kind = PLACEHOLDERS.get(output.kind, "")
             yield output, stored.get((kind, output.name)), result
 
 
@@ -512,6 +514,6 @@ def shardings_of(program: Program) -> dict[str, Sharding]:
         if node is not None and output.kind == "output":
             found[output.name] = program.sharding(node)
     for given, node in zip(program.inputs, program.placeholders, strict=True):
-        if given.kind != "tangent":
+        if given.kind not in ("tangent", "residual"):
             found[given.name] = program.sharding(node)
     return found

@@ -41,7 +41,7 @@ class Contents:
         those first, so that of the codes each rank sends those of its piece.
         """
         codecs, parts = self.codecs(node), members(node)
-        codec = max((each for each in codecs.values() if each is not None), key=lambda each: each.bits, default=None)
+        codec = min((each for each in codecs.values() if each is not None), key=lambda each: each.error, default=None)
         if codec is None or not self._is_fewer(codec, parts):
             return ()
         axes: tuple[str, ...] = parts[0].args[0]
@@ -59,6 +59,8 @@ class Contents:
 
     def codecs(self, node: fx.Node) -> dict[str, Codec | None]:
         """The codecs that the option has for the axes of a collective; none of one that has to send values.
+
+        One with feedback is for gradients, and for other contents where a key names them.
 
         It has to send whole numbers and the largest of values, and a few activations and sums of them, as a softmax
         over a cut dim needs them; and what was saved, of which much depends on some, as on the sums of attention.
@@ -86,9 +88,15 @@ class Contents:
 
     def _codec_of(self, axis: str, content: str, paths: Collection[str]) -> Codec | None:
         key = key_of(self.wire, axis, content, paths)
-        name = None if key is None else self.wire[key]
+        codec = None if key is None or (name := self.wire[key]) is None else codec_named(name)
+        if codec is not None and codec.has_feedback and content != GRADIENTS and content not in (key or "").split():
+            return None
         self.unused.discard(key or "")
-        return None if name is None else codec_named(name)
+        return codec
+
+    def feeds_back(self, node: fx.Node, steps: Sequence[Step]) -> bool:
+        """Whether what codes leave out of the values of a collective is added to those of the next step."""
+        return any(codec.has_feedback for _, codec in steps) and self.content(node) == GRADIENTS
 
     def content(self, node: fx.Node) -> str:
         """What a collective carries, one of ``CONTENTS``."""

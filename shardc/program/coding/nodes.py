@@ -12,16 +12,28 @@ A collective of codes stands between an ``encode`` and a ``decode``; an all_redu
 In a lowered program all of them are identities of whole values, as collectives are. The type of codes is ``[senders,
 receivers, length]``: the first dim is cut by every axis along which the codes of ranks differ. ``shardc/ops/codes.py``
 has the local ops, which stand in a localized program.
+
+A codec with feedback gets what it left out in the step before, an input ``residual``, and returns what it leaves out::
+
+    a = with_residual(x, r)
+    c = encode("all_reduce", ("dp",), (("sum",),), "1bit", a)
+    ...
+    t = left_out("all_gather", ("dp",), ((0,),), "1bit", 1.0, 1, e, i, (), s)
+    r = left_out("all_reduce", ("dp",), (("sum",),), "1bit", 1.0, 2, c, i, (t,), a)
+
+The type of a residual is ``[ranks, *shape]``, of which each rank has its own: its first dim is cut by the axes over
+which the value is partial. That of a sum is added to the residual of the rank that made it, so that one is enough.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
 from shardc.ops.codes import add_codes as add_rows
-from shardc.ops.codes import decode_rows, encode_rows
+from shardc.ops.codes import add_residual, decode_rows, encode_rows, left_out_rows, sum_dtype
 from shardc.wire import VALUES
 
 Arguments = tuple[tuple[Any, ...], ...]  # of each value, those of its collective after the axes
@@ -42,7 +54,27 @@ def decode(kind: str, axes: tuple[str, ...], args: Arguments, codec: str, codes:
     return codes
 
 
-CODINGS: set[Any] = {encode, add_codes, decode, encode_rows, add_rows, decode_rows}
+def with_residual(x: Any, residual: Any) -> Any:
+    """A value with what codes left out of it before."""
+    return x + residual.sum(0)
+
+
+def left_out(
+    kind: str, axes: tuple[str, ...], args: Arguments, codec: str, share: float, ranks: int, codes: Any, index: Any,
+    rests: tuple[Any, ...], *xs: Any,
+) -> Any:  # fmt: skip
+    """What the codes of a collective leave out of its values, times ``share``: ``[ranks, *shape]`` of each.
+
+    ``rests``: what was left out of this rank's own piece, the one of ``index``, after pieces were added.
+    """
+    zeros = tuple(torch.zeros((ranks, *x.shape), dtype=sum_dtype(x.dtype), device=x.device) for x in xs)
+    return zeros if len(zeros) > 1 else zeros[0]
+
+
+CODINGS: set[Any] = {
+    *(encode, add_codes, decode, with_residual, left_out),
+    *(encode_rows, add_rows, decode_rows, add_residual, left_out_rows),
+}
 
 
 def is_encode(node: fx.Node) -> bool:
