@@ -152,9 +152,10 @@ def _encode_blocks(blocks: Tensor, codec: Codec) -> Tensor:
 
 
 def _scale(magnitudes: Tensor, codec: Codec) -> Tensor:
-    """The scale of each block; of signs the one that leaves out least."""
+    """The scale of each block; of signs the one that leaves out least, nan where a value is no finite number."""
     if codec.name == "1bit":
-        return magnitudes.mean(1, keepdim=True)
+        scale = magnitudes.mean(1, keepdim=True)
+        return torch.where(scale.isfinite(), scale, torch.nan)
     return magnitudes.amax(1, keepdim=True) / LARGEST[codec.name]
 
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
+from gloo_pool import GlooPool
+from parallel_models import whole
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 
-from shardc import Mesh, P, Zero, compile
+import shardc
+from shardc import Mesh, P, Pipeline, Zero, compile
+from shardc.language.errors import OptionError
 from shardc.program.coding.nodes import left_out
 from shardc.runtime.simulator import simulate
 
@@ -32,7 +38,10 @@ def net(dtype: torch.dtype = torch.float64) -> tuple[Net, tuple[Tensor, Tensor]]
     return Net().to(dtype), (torch.randn(24, 60, dtype=dtype), torch.randint(35, (24,)))
 
 
-DATA, TENSOR = {"x": P("dp"), "y": P("dp")}, {"up.weight": P("tp"), "down.weight": P(None, "tp"), "head.weight": P("tp")}
+DATA, TENSOR = (
+    {"x": P("dp"), "y": P("dp")},
+    {"up.weight": P("tp"), "down.weight": P(None, "tp"), "head.weight": P("tp")},
+)
 BOTH = {"x": P(("node", "dp")), "y": P(("node", "dp"))}
 PLANS: dict[str, tuple[Mesh, dict[str, P], dict[str, Any], tuple[str, ...]]] = {
     "data": (Mesh(dp=4), DATA, {}, ("dp",)),
@@ -63,18 +72,146 @@ def test_what_is_sent_and_what_is_left_out_are_the_whole_gradient(name: str, cod
         for put, value in zip(program.inputs, compiled.inputs(program, call), strict=True)
     ]
     before = {put.name: value for put, value in zip(program.inputs, inputs, strict=True) if put.kind == "residual"}
-    results = {
-        (output.kind, output.name): value
-        for output, value in zip(program.outputs, simulate(program, inputs), strict=True)
-    }
-    gradients = dict(zip(dict(model.named_parameters()), torch.autograd.grad(model(*call), [*model.parameters()])))
+    ends = zip(program.outputs, simulate(program, inputs), strict=True)
+    results = {(output.kind, output.name): value for output, value in ends if value is not None}
+    wanted = torch.autograd.grad(model(*call), list(model.parameters()))
     assert before.keys() >= {"up.weight", "down.weight", "head.weight"}
-    for path, gradient in gradients.items():
+    for (path, _), gradient in zip(model.named_parameters(), wanted, strict=True):
         found = results["gradient", path]
-        assert found is not None
-        if path in before:
-            left = results["residual", path]
-            assert left is not None and left.shape == before[path].shape
+        for each in (each for each in before if each.partition(":")[0] == path):  # one for each sum
+            assert results["residual", each].shape == before[each].shape
             assert not torch.allclose(found, gradient, rtol=0.1)
-            found, gradient = found + left.sum(0), gradient + before[path].sum(0)
+            found, gradient = found + results["residual", each].sum(0), gradient + before[each].sum(0)
         torch.testing.assert_close(found, gradient, rtol=1e-6, atol=1e-8, msg=path)
+
+
+@pytest.mark.parametrize(("codec", "stage"), [("1bit", None), ("topk:0.02", 2), ("1bit", 3)])
+def test_ranks_of_a_job_train_as_virtual_ranks_and_go_on_from_a_checkpoint(
+    gloo: GlooPool, tmp_path: Path, codec: str, stage: Literal[2, 3] | None
+) -> None:
+    """On the same mesh to the bit as without a stop, whether the call is compiled before the checkpoint is loaded."""
+    expected = _trained(Mesh(dp=2, tp=2), codec, stage, tmp_path / "virtual")
+    assert gloo.run(_on_ranks, codec, stage, tmp_path / "gloo") == [expected] * 4
+    assert _resumed(Mesh(dp=2, tp=2), codec, stage, tmp_path / "gloo", is_compiled=True) == expected
+    assert gloo.run(_resumed_on_ranks, codec, stage, tmp_path / "virtual") == [expected] * 4
+
+
+def _on_ranks(codec: str, stage: Any, folder: Path) -> list[bytes]:
+    return _trained(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), codec, stage, folder)
+
+
+def _resumed_on_ranks(codec: str, stage: Any, folder: Path) -> list[bytes]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return _resumed(mesh, codec, stage, folder, is_compiled=False)
+
+
+def _parallel(mesh: Any, codec: str, stage: Any, is_compiled: bool = True) -> tuple[Any, Any, Any]:
+    model, call = net(torch.float32)
+    zero = None if stage is None else Zero("dp", stage)
+    given = {"args": call} if is_compiled else {}
+    annotations = DATA | (TENSOR if "tp" in Mesh.of(mesh).axis_names else {})
+    parallel = shardc.parallelize(model, mesh, annotations, wire={"dp": codec}, zero=zero, **given)
+    return parallel, torch.optim.SGD(parallel.parameters(), 0.1), call
+
+
+def _step(parallel: Any, optimizer: Any, call: Any) -> None:
+    optimizer.zero_grad()
+    parallel(*call).backward()
+    optimizer.step()
+
+
+def _trained(mesh: Any, codec: str, stage: Any, folder: Path) -> list[bytes]:
+    """The bits of the parameters after three steps; saved after the second."""
+    parallel, optimizer, call = _parallel(mesh, codec, stage)
+    for i in range(3):
+        if i == 2:
+            shardc.save(folder, parallel, optimizer).wait()
+        _step(parallel, optimizer, call)
+    return _bits(parallel)
+
+
+def _resumed(mesh: Any, codec: str, stage: Any, folder: Path, is_compiled: bool) -> list[bytes]:
+    """The same of the last step alone."""
+    parallel, optimizer, call = _parallel(mesh, codec, stage, is_compiled)
+    shardc.load(folder, parallel, optimizer)
+    _step(parallel, optimizer, call)
+    return _bits(parallel)
+
+
+def _bits(parallel: nn.Module) -> list[bytes]:
+    return [whole(each).detach().numpy().tobytes() for each in parallel.parameters()]
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 3, "tp": 2}, {"dp": 8}])
+def test_a_checkpoint_is_loaded_on_another_mesh_with_the_same_sums(tmp_path: Path, sizes: dict[str, int]) -> None:
+    """Without another mesh's ranks each has an equal part; a module that sends values has none."""
+    parallel, optimizer, call = _parallel(Mesh(dp=4), "1bit", 2)
+    for _ in range(2):
+        _step(parallel, optimizer, call)
+    shardc.save(tmp_path, parallel, optimizer).wait()
+    sums = {name: each.sum(0) for name, (each,) in parallel.shardc.residuals.by_name().items()}
+    other, optimizer, _ = _parallel(Mesh(**sizes), "1bit", None)
+    _step(other, optimizer, call)  # whose residuals are replaced
+    shardc.load(tmp_path, other, optimizer)
+    found = other.shardc.residuals.by_name()
+    assert found.keys() == sums.keys()
+    for name, (each,) in found.items():
+        assert len(each) == sizes["dp"]
+        torch.testing.assert_close(each.sum(0), sums[name])
+    plain = shardc.parallelize(net(torch.float32)[0], Mesh(dp=2), DATA, args=call)
+    shardc.load(tmp_path, plain)
+    assert plain(*call).isfinite()
+
+
+def test_a_gradient_that_is_no_number_leaves_nothing_behind() -> None:
+    """After an overflow the next step is as good as any."""
+    parallel, optimizer, (x, y) = _parallel(Mesh(dp=2), "1bit", None)
+    parallel(x * torch.inf, y).backward()
+    assert not all(each.grad.isfinite().all() for each in parallel.parameters())
+    assert all(each.isfinite().all() for (each,) in parallel.shardc.residuals.by_name().values())
+    _step(parallel, optimizer, (x, y))
+    assert parallel(x, y).isfinite()
+
+
+def test_feedback_is_for_gradients_and_for_what_a_key_names() -> None:
+    """Parameters and activations are sent as they are, where a key is an axis alone; a pipeline has no feedback."""
+    model, call = net(torch.float32)
+    mesh, zero = Mesh(dp=2, tp=2), Zero("dp", 3)
+    compiled = compile(model, mesh, DATA | TENSOR, args=call, zero=zero, wire={"dp": "1bit", "tp": "topk:0.1"})
+    coded = {(each.axes, each.phase) for each in compiled.collectives if each.codec}
+    assert coded == {(("dp",), "backward")}
+    assert any("wire names 'tp'" in note for note in compiled.program.notes)
+    named = compiled.recompile(wire={"dp parameters": "1bit", "tp activations": "topk:0.1"})
+    assert {each.axes for each in named.collectives if each.codec} == {("dp",), ("tp",)}
+    assert not any(put.kind == "residual" for put in named.program.inputs)
+    with pytest.raises(OptionError, match="a pipeline does not do"):
+        compile(model, Mesh(dp=2, pp=2), DATA, args=call, pipeline=Pipeline("pp", 2), wire={"dp": "1bit"})
+
+
+@pytest.mark.parametrize("name", ["topk", "topk:0", "topk:0.6", "topk:x", "2bit", "topk:nan"])
+def test_a_name_of_no_codec_is_refused(name: str) -> None:
+    model, call = net(torch.float32)
+    with pytest.raises(OptionError, match="there is no such codec"):
+        compile(model, Mesh(dp=2), DATA, args=call, wire={"dp": name})
+
+
+def test_training_reaches_the_loss_of_values() -> None:
+    """With 1 bit, and with one of a hundred values: without feedback neither would."""
+    losses = {codec: _final_loss(codec) for codec in (None, "1bit", "topk:0.01")}
+    assert losses["1bit"] < 1.02 * losses[None]
+    assert losses["topk:0.01"] < 1.1 * losses[None]
+
+
+def _final_loss(codec: str | None) -> float:
+    torch.manual_seed(0)
+    model, teacher, found = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8)), torch.randn(32, 8), 0.0
+    parallel = shardc.parallelize(model, Mesh(dp=4), {"input": P("dp")}, wire={"dp": codec} if codec else None)
+    optimizer = torch.optim.SGD(parallel.parameters(), 0.1)
+    for i in range(300):
+        x = torch.randn(32, 32)
+        loss = (parallel(x) - (x @ teacher).tanh()).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found += loss.item() / 50 if i >= 250 else 0.0
+    return found
