@@ -26,6 +26,7 @@ from shardc.options import (
     ADAM,
     AUTO,
     BUCKET,
+    Momentum,
     Options,
     Pipeline,
     Precision,
@@ -225,6 +226,7 @@ def compile(
     attention: str = AUTO,
     wire: Wire | None = None,
     saved: Saved | None = None,
+    momentum: Momentum | None = None,
     fixed: tuple[Pin, ...] = (),
     strict: bool = False,
     cache: str | os.PathLike[str] | None = None,
@@ -256,11 +258,15 @@ def compile(
         wire: the codecs in which values are sent, ``{"dp": "int8", "tp activations": "bf16"}``: ``"bf16"``, ``"fp16"``,
             ``"fp8"``, ``"int8"`` or ``"int4"`` by axis, by what is sent (``gradients``, ``parameters``,
             ``activations``), by a glob over modules and parameters, or by several of these. The key with most words
-            counts, of several the last, and None sends values as they are. Sums are made in float32.
+            counts, of several the last, and None sends values as they are. Sums are made in float32. ``"1bit"`` and
+            ``"topk:0.01"``, the largest hundredth, are for gradients, unless the key names other contents: what they
+            leave out is added to the next step's.
         saved: the axes by which values are cut while they are saved for backward, by a glob over the modules that read
             them, ``{"blocks.*": "tp"}``. Ranks that would all save a value save a piece each, and backward gathers
             the pieces. The dim is the last that the axes divide; ``P(None, "tp")`` names one. Of several keys the last
             counts; None saves values whole.
+        momentum: ``Momentum(after=500)`` sends Adam's momentum, in those codecs, in place of gradients (1-bit Adam).
+            Compiled are the steps that do so; ``parallelize`` does others before.
         fixed: shardings that are settled already and stand above annotations.
         strict: a ShardingError for every op that has no rule and every gather that no annotation asks for.
         cache: a folder in which what passes make of a captured model is kept, for later processes. It may be shared;
@@ -282,7 +288,7 @@ def compile(
         (<all_reduce_tp: all_reduce over tp, forward, 48 bytes sent>,)
     """
     described, machine = Mesh.of(mesh), machine_of(links)
-    options = Options(zero, precision, remat, bucket, pipeline, machine, optimizer, attention, wire, saved)
+    options = Options(zero, precision, remat, bucket, pipeline, machine, optimizer, attention, wire, saved, momentum)
     request = Request(described, annotations or {}, args, kwargs or {}, train, differentiable, options, fixed, strict)
     kept = Cache(Path(cache)) if isinstance(cache, (str, os.PathLike)) else cache
     return _compiled(model, request, cache=kept)
@@ -355,6 +361,7 @@ def parallelize(
     attention: str = AUTO,
     wire: Wire | None = None,
     saved: Saved | None = None,
+    momentum: Momentum | None = None,
     strict: bool = False,
     initial: Literal["broadcast", "check", "trust"] = "broadcast",
     check: Literal["first", "always", "never"] = "always",
@@ -412,14 +419,15 @@ def parallelize(
     asked: dict[str, Any] = {
         "annotations": annotations, "differentiable": differentiable, "zero": zero, "pipeline": pipeline,
         "precision": precision, "remat": remat, "bucket": bucket, "links": links, "optimizer": optimizer,
-        "attention": attention, "wire": wire, "saved": saved, "strict": strict,
+        "attention": attention, "wire": wire, "saved": saved,
+        "momentum": momentum, "strict": strict,
     }  # fmt: skip
     with making_together(mesh, runtime, model, {**asked, "cache": cache is not None}) as meeting:
         check_model(model)
         check_annotations(annotations or {})
         check_draw(seed, 0)
         options = Options(
-            zero, precision, remat, bucket, pipeline, machine_of(links), optimizer, attention, wire, saved
+            zero, precision, remat, bucket, pipeline, machine_of(links), optimizer, attention, wire, saved, momentum
         )
         check_call(args, kwargs, True, differentiable, strict)
         kept = None if cache is None else Cache(Path(cache), None if meeting is None else meeting.agreement)
@@ -429,6 +437,10 @@ def parallelize(
             model, mesh, compile_fn, runtime, compile, options, initial, has_call, check, meeting, values
         )
         module.shardc.seed = seed
+        if momentum is not None:
+            before = {"wire": momentum.before, "momentum": None}
+            compile_before = partial(_compile_call, mesh=mesh, cache=kept, **asked | before)
+            module.shardc.feedback.send_momentum(module.shardc, momentum, compile_before)
     if has_call:
         module.shardc.compile_for(args, kwargs)
     return module

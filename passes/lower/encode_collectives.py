@@ -23,7 +23,7 @@ import math
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -33,9 +33,10 @@ from shardc.language.mesh import NO_CODES, Axes, merge_parts, part_ends, split_p
 from shardc.language.partition import parse_parts
 from shardc.language.sharding import WHOLE, DimSharding, Sharding, TensorType, ceil_div, num_shards
 from shardc.ops.codes import CUT, codes_dtype, sum_dtype
+from shardc.options import Momentum
 from shardc.program.coding.content import Contents, Step
 from shardc.program.coding.local import piece_of
-from shardc.program.coding.nodes import Arguments, add_codes, decode, encode, left_out, with_residual
+from shardc.program.coding.nodes import Arguments, add_codes, decode, encode, left_out, with_momentum, with_residual
 from shardc.program.collective import (
     all_gather,
     all_to_all,
@@ -44,7 +45,7 @@ from shardc.program.collective import (
     shard_slice,
     steps_sharding,
 )
-from shardc.program.communication import bucket, members
+from shardc.program.communication import bucket, members, results
 from shardc.program.lifetime import split
 from shardc.program.node import descendants
 from shardc.program.program import Input, Output, Program, ends_of
@@ -141,15 +142,22 @@ class _Residuals:
         """New inputs by name: for each value of a collective what was left out of it."""
         found: dict[str, fx.Node] = {}
         for i, value in enumerate(values):
-            name, (type_, sharding) = self._name(node, i), residual_of(self.program, value)
-            with self.program.graph.inserting_after(self.last):
-                self.last = self.program.graph.placeholder(f"residual_{name.replace('.', '_')}")
-            self.program.set_type(self.last, type_)
-            self.program.set_sharding(self.last, sharding)
-            self.program.set_origins(self.last, ({},))
-            self.program.inputs = (*self.program.inputs, Input(name, "residual", type_))
-            found[name] = self.last
+            name = self._name(node, i)
+            found[name] = self.add_input(name, "residual", *residual_of(self.program, value))
         return found
+
+    def add_input(
+        self, name: str, kind: Literal["residual", "momentum"], type_: TensorType, sharding: Sharding
+    ) -> fx.Node:
+        """A new input of the program."""
+        program = self.program
+        with program.graph.inserting_after(self.last):
+            self.last = program.graph.placeholder(f"{kind}_{name.replace('.', '_').replace(':', '_')}")
+        program.set_type(self.last, type_)
+        program.set_sharding(self.last, sharding)
+        program.set_origins(self.last, ({},))
+        program.inputs = (*program.inputs, Input(name, kind, type_))
+        return self.last
 
     def _name(self, node: fx.Node, index: int) -> str:
         """The name of the first gradient that a value of a collective becomes, and a number where there are several."""
@@ -192,6 +200,8 @@ class _Coded:
         """Insert all nodes; the last one has the results of the collective."""
         (axes, codec), values = steps[0], [part.operand for part in self.parts]
         asked = self.kind, axes, tuple(part.args[1:] for part in self.parts), codec
+        if self.residuals is not None and self.program.options.momentum is not None:
+            values = [self._with_momentum(self.program.options.momentum, i, each) for i, each in enumerate(values)]
         given = self.residuals.of_last_step(values, self.node) if self.residuals else {}
         values = [self._with_residual(*pair) for pair in zip(values, given.values(), strict=True)] if given else values
         if self.kind == "all_reduce":
@@ -212,6 +222,23 @@ class _Coded:
         shardings = program.shardings(node)
         program.set_sharding(result, shardings if program.has_many(node) else shardings[0])
         program.set_origins(result, program.origins(node))
+        return result
+
+    def _with_momentum(self, option: Momentum, index: int, value: fx.Node) -> fx.Node:
+        """The parameter's new momentum in place of a gradient that is returned as it is summed; else the gradient."""
+        assert self.residuals is not None
+        program, sharding = self.program, self.program.sharding(value)
+        axes = parse_parts(self.parts[0].args[0], self.mesh)
+        found = [self.residuals.results.get(each, []) for each in results(self.node, self.parts[index])]
+        type_ = program.value_type(program.value(value))
+        if self.kind != "all_reduce" or sharding.partial_axes != axes or type_.dtype != self.dtype or not any(found):
+            return value
+        name = next(names[0] for names in found if names)
+        complete = replace(sharding, partial=())
+        momentum = self.residuals.add_input(name, "momentum", type_, complete)
+        result = self._insert(with_momentum, (value, momentum, option.beta, num_shards(axes)), type_)
+        program.set_sharding(result, sharding)
+        program.set_origins(result, (program.origin(value),))
         return result
 
     def _with_residual(self, value: fx.Node, residual: fx.Node) -> fx.Node:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from shardc.language.errors import CheckpointError, did_you_mean
 
 from ..comm.dtensor import local
-from ..execute.residuals import Source
+from ..feedback.residuals import Source
 from ..module.module import ParallelModule
 from ..tensor.global_tensor import GlobalTensor
 from ..tier.files import empty_beside
@@ -369,11 +369,13 @@ class Target:
         if isinstance(self.module, ParallelModule) and "random" in values:
             runtime, random = self.module.shardc, values["random"]
             runtime.seed, runtime.step = random["seed"], random["step"]
-            runtime.residuals.load(checkpoint.residuals(self.ranks))
+            runtime.feedback.residuals.load(checkpoint.residuals(self.ranks))
         for name, each in (checkpoint.value("extra_state") or {}).items():
             self.module.get_submodule(name.rpartition(".")[0]).set_extra_state(each)
         if self.optimizer is not None:
             self._fill_optimizer(checkpoint, self.optimizer)
+            if isinstance(self.module, ParallelModule):
+                self.module.shardc.feedback.attach(self.optimizer)
         for section, each in self.others.items():
             if each is not None:
                 each.load_state_dict(checkpoint.value(section))

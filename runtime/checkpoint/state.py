@@ -90,7 +90,7 @@ def state_to_save(module: nn.Module, optimizer: Optimizer | None, others: Mappin
         state.values["extra_state"] = _encoded("extra_state", names.others, state, ranks)
     if isinstance(module, ParallelModule):
         state.values["random"] = {"seed": module.shardc.seed, "step": module.shardc.step}
-        if residuals := module.shardc.residuals.by_name():
+        if residuals := module.shardc.feedback.residuals.by_name():
             state.values["residuals"] = _encoded("residuals", residuals, state, ranks)
     if optimizer is not None:
         state.values["optimizer"] = _optimizer_values(module, names, optimizer, layouts, state)

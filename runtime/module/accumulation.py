@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, preserve_format
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer
 from torch.utils import _pytree as pytree
 
 from shardc.language.errors import OrderError
@@ -53,7 +54,7 @@ class Accumulation(StepWatcher):
         """A gradient is read whose reduction was deferred."""
         self._expected = self._count
 
-    def note_step(self) -> None:
+    def note_step(self, optimizer: Optimizer) -> None:
         self._count = 0  # the next backward is the first again
 
 

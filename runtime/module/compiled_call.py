@@ -33,7 +33,7 @@ from ..comm.failure import telling_others
 from ..execute.deferred import Sums
 from ..execute.executor import Runner, SavedEnvs, without_autocast
 from ..execute.part import Values
-from ..execute.residuals import Residuals
+from ..feedback.feedback import Feedback
 from ..tensor.reduction import complete_norms
 from .accumulation import Accumulation, DeferredReduction, deferred_gradient, deferred_reduction_of, separate_rows
 from .conversion import Conversion, Converter, GatheredParameters, ParameterGather, plain
@@ -63,9 +63,9 @@ class CompiledCall:
     """
 
     def __init__(self, compilation: Compilation, conversion: Conversion, runner: Runner,
-                 gathered: GatheredParameters | None, accumulation: Accumulation, residuals: Residuals,
+                 gathered: GatheredParameters | None, accumulation: Accumulation, feedback: Feedback,
                  gate: Gate | None, text: ProgramText, is_of_region: bool = False) -> None:  # fmt: skip
-        self.is_of_region, self.residuals = is_of_region, residuals
+        self.is_of_region, self.feedback = is_of_region, feedback
         self.compilation, self.conversion, self.runner = compilation, conversion, runner
         self.gate, self.text = gate, text
         self.accumulation, self.program = accumulation, compilation.program
@@ -187,8 +187,8 @@ class CompiledCall:
         """
         residuals = self._residuals()
         given = self._tangents(gradients)
-        for i, residual in residuals.items():
-            given[i] = residual
+        for i, each in {**residuals, **self._momenta()}.items():
+            given[i] = each
         tangents = self._shards(given)
         reduction: DeferredReduction | None = None
         if deferred:
@@ -217,8 +217,14 @@ class CompiledCall:
         for i in self._indices.residuals:
             node, put = self.program.placeholders[i], self.program.inputs[i]
             zeros = partial(self._inputs[i].zeros, put.type.dtype)
-            found[i] = self.residuals.tensor(put.name, put.type, self.program.sharding(node), zeros)
+            found[i] = self.feedback.residuals.tensor(put.name, put.type, self.program.sharding(node), zeros)
         return found
+
+    def _momenta(self) -> dict[int, Tensor]:
+        """The optimizer's momentum of parameters, by index of the program's inputs."""
+        inputs, steps = self.program.inputs, self.feedback.momentum
+        found = {i: put.name for i, put in enumerate(inputs) if put.kind == "momentum"}
+        return dict(zip(found, steps.of(found.values()), strict=True)) if steps is not None else {}
 
     def _tangents(self, gradients: Values) -> list[Tensor | None]:
         """The incoming gradients of the outputs as inputs of the program; zeros for outputs without one."""

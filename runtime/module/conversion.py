@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.optim.optimizer import Optimizer
 
 from shardc.capture.containers import flatten, rebuild
 from shardc.language.errors import ShardingError, raise_all
@@ -489,7 +490,7 @@ class GatheredParameters(StepWatcher):
         """Gradients are as a backward has left them."""
         self._gradients = self._gradient_versions()
 
-    def note_step(self) -> None:
+    def note_step(self, optimizer: Optimizer) -> None:
         self.forget()
 
     def forget(self) -> None:

@@ -40,9 +40,12 @@ class StepWatcher:
         """The watched parameters that are alive."""
         return [tensor for tensor in (reference() for reference in self._watched) if tensor is not None]
 
-    def note_step(self) -> None:
+    def note_step(self, optimizer: Optimizer) -> None:
         """An optimizer has written parameters."""
         raise NotImplementedError
+
+    def check_unscale(self, optimizer: Optimizer) -> None:
+        """Raise an error if the gradients of an optimizer's parameters cannot be unscaled."""
 
 
 _watchers: weakref.WeakSet[StepWatcher] = weakref.WeakSet()
@@ -77,7 +80,7 @@ def _tell_watchers(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     stepped = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]} if watched else ()
     for watcher, tensors in watched:
         if any(id(tensor) in stepped for tensor in tensors):
-            watcher.note_step()
+            watcher.note_step(optimizer)
 
 
 register_optimizer_step_post_hook(_tell_watchers)
@@ -165,6 +168,8 @@ def _unscale_on_all_ranks(
     scaler: torch.amp.GradScaler, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
 ) -> dict[torch.device, Tensor]:
     """By device, 1 if a gradient is not finite on any rank; without gradients empty, unless another stage has some."""
+    for watcher in _watchers:
+        watcher.check_unscale(optimizer)
     parameters = [each for group in optimizer.param_groups for each in group["params"] if isinstance(each, DTensor)]
     meshes = dict.fromkeys(each.device_mesh for each in parameters if each.device_mesh in _PIPELINES)
     for gate in filter(None, dict.fromkeys(_PIPELINES[mesh][1] for mesh in meshes)):

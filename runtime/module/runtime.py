@@ -32,7 +32,7 @@ from ..agreement.writes import Writes
 from ..comm.comm import Comm
 from ..comm.failure import telling_others, waiting
 from ..execute.executor import Executor, Runner
-from ..execute.residuals import Residuals
+from ..feedback.feedback import Feedback
 from ..tensor.reduction import complete_norms
 from .accumulation import Accumulation, reduce_now
 from .call_sizes import CallSizes
@@ -74,7 +74,7 @@ class ModuleRuntime:
         self.gate, self._writes = gate, Writes()
         self.conversion, self.compile_fn, self._make_runner = conversion, compile_fn, make_runner
         self._gathered, self._accumulation = conversion.gathered_parameters(), Accumulation()
-        self.residuals = Residuals()
+        self.feedback = Feedback()
         self._shardings: dict[tuple[str, str], Sharding] = {}  # of parameters and buffers, by kind and name
         self._computed_shardings: dict[tuple[str, str], Sharding] = {}  # of parameters that are stored in another one
         self.variants: OrderedDict[tuple[Signature, *Key], Variants] = OrderedDict()
@@ -185,7 +185,7 @@ class ModuleRuntime:
         twin._shardings, twin._computed_shardings = dict(self._shardings), dict(self._computed_shardings)
         twin._awaited, twin._values = self._awaited, dict(self._values)
         twin.seed, twin.step, twin.mesh = self.seed, self.step, self.mesh
-        twin._is_compiled, twin.residuals = self._is_compiled, self.residuals.copied()
+        twin._is_compiled, twin.feedback = self._is_compiled, self.feedback.copied(twin)
         return twin
 
     def _request(
@@ -206,7 +206,8 @@ class ModuleRuntime:
             dtypes = tuple(each.dtype for each in tensors.values())
             device = self.conversion.comm.device.type
             casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-            key = signature, placements, dtypes, torch.get_autocast_dtype(device) if casts else None
+            sends_momentum = train and self.feedback.sends_momentum
+            key = signature, placements, dtypes, torch.get_autocast_dtype(device) if casts else None, sends_momentum
             return CallRequest(
                 kind, model, args, kwargs, key, tensors, arguments, latest.is_training, is_whole=self._returns_whole
             )
@@ -268,8 +269,9 @@ class ModuleRuntime:
         with torch.inference_mode(False), torch.set_grad_enabled(has_grad):
             with self._telling():
                 fixed, train = self._fixed(request), request.key[0].train
+                compile_fn = self.compile_fn if request.key[-1] else self.feedback.compile_before or self.compile_fn
                 compile_call = partial(
-                    self.compile_fn, request.model, args=request.args, kwargs=request.kwargs, train=train, fixed=fixed,
+                    compile_fn, request.model, args=request.args, kwargs=request.kwargs, train=train, fixed=fixed,
                     is_whole_model=request.model is self.model,
                 )  # fmt: skip
                 sizes = self._sizes_of_calls_like(request)
@@ -288,7 +290,7 @@ class ModuleRuntime:
                 self._set_gradient_dtypes(program)
                 self._warn(program)
                 return CompiledCall(
-                    compilation, self.conversion, runner, self._gathered, self._accumulation, self.residuals,
+                    compilation, self.conversion, runner, self._gathered, self._accumulation, self.feedback,
                     self.gate, text, is_of_region,
                 )  # fmt: skip
 

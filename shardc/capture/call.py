@@ -277,7 +277,7 @@ def input_values(
             yield state[put.name].detach()
         elif put.kind == "input":
             yield next(arguments)
-        elif put.kind == "residual":
+        elif put.kind in ("residual", "momentum"):
             yield torch.zeros(put.type.shape, dtype=put.type.dtype)
         elif put.kind == "tangent":
             yield grad_outputs.get(put.name, torch.ones(put.type.shape, dtype=put.type.dtype))

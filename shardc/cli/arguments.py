@@ -15,9 +15,9 @@ from shardc.language.errors import OptionError, ShardingError, UsageError, did_y
 from shardc.language.machine import DEVICES, LINKS, SHORT
 from shardc.language.mesh import MOST_RANKS, Mesh
 from shardc.language.text import bytes_of
-from shardc.options import ADAM, ATTENTIONS, AUTO, BUCKET, OPTIMIZERS, Pipeline, Remat, Zero
+from shardc.options import ADAM, ATTENTIONS, AUTO, BUCKET, OPTIMIZERS, Momentum, Pipeline, Remat, Zero
 from shardc.report.dump.schema import schema_text
-from shardc.wire import CODECS, CONTENTS
+from shardc.wire import CONTENTS, EXAMPLES
 
 TARGET_HELP = """\
 TARGET is path.py:function or package.module:function. The function returns (model, args[, kwargs[, annotations]]);
@@ -94,6 +94,10 @@ def add_mesh_options(parser: Parser, is_required: bool = True) -> None:
         "--saved", metavar="GLOB=AXES[,GLOB=AXES]...", type=_saved,
         help="cut over axes what is saved of the values that modules read, which backward gathers: 'h.*=tp'; or none",
     )  # fmt: skip
+    parser.add_argument(
+        "--momentum", metavar="STEPS", type=_momentum,
+        help="send Adam's momentum in place of gradients after so many steps, in the codecs 1bit and topk of --wire",
+    )  # fmt: skip
     help_ = "size of buckets of collectives (25 MiB)"
     parser.add_argument("--bucket", metavar="BYTES", type=count, default=BUCKET, help=help_)
     _add_optimizer(parser)
@@ -165,7 +169,7 @@ def _add_wire(parser: Parser) -> None:
     parser.add_argument(
         "--wire", metavar="KEY=CODEC[,KEY=CODEC]...", type=_wire,
         help=f"send values in fewer bytes, by axis, by what is sent ({', '.join(CONTENTS)}), by a glob over modules, "
-        f"or by several of these: 'dp=int8,tp activations=bf16'; {', '.join(CODECS)}, or none",
+        f"or by several of these: 'dp=int8,tp activations=bf16'; {', '.join(EXAMPLES)}, or none",
     )  # fmt: skip
 
 
@@ -342,6 +346,10 @@ def _wire(text: str) -> dict[str, str | None]:
             raise unreadable(text, "an entry reads KEY=CODEC", "say dp=int8", repr(entry))
         found[key.strip()] = None if codec.strip() == "none" else codec.strip()
     return found
+
+
+def _momentum(text: str) -> Momentum:
+    return Momentum(count(text))
 
 
 def _saved(text: str) -> dict[str, str | tuple[str, ...] | None]:

@@ -92,6 +92,11 @@ def add_residual(x: Tensor, residual: Tensor) -> Tensor:
     return x.to(residual.dtype) + residual.squeeze(0)
 
 
+def mix_momentum(x: Tensor, momentum: Tensor, beta: float, ranks: int) -> Tensor:
+    """This rank's part of a new momentum: of a gradient that ``ranks`` add up, and the momentum that they all have."""
+    return x.to(momentum.dtype).mul(1 - beta).add_(momentum, alpha=beta / ranks)
+
+
 def left_out_rows(
     kind: str, codec: str, count: int, dims: Dims, lengths: tuple[int, ...], share: float, codes: Tensor,
     index: Tensor, rests: Sequence[Tensor], *xs: Tensor,

@@ -10,6 +10,7 @@ from shardc.language.machine import Machine
 from shardc.language.mesh import Mesh
 from shardc.wire import Wire, check_wire
 
+from .momentum import Momentum
 from .pipeline import Pipeline
 from .precision import Precision
 from .remat import Remat
@@ -31,7 +32,7 @@ class Options:
     memory of less than twice as many bytes. ``machine``: the one that times are estimated for. ``optimizer``: one of
     ``OPTIMIZERS``, whose states count as memory and whose step counts as time. ``attention``: how it is computed where
     positions are cut, one of ``ATTENTIONS``. ``wire``: the codecs of what is sent, as ``shardc/wire.py`` has them.
-    ``saved``: the axes that cut values while they are saved for backward.
+    ``saved``: the axes that cut values while they are saved for backward. ``momentum``: when it is sent.
     """
 
     zero: Zero | None = None
@@ -44,6 +45,7 @@ class Options:
     attention: str = AUTO
     wire: Wire | None = field(default=None, hash=False)
     saved: Saved | None = field(default=None, hash=False)
+    momentum: Momentum | None = None
 
     @property
     def optimizer_states(self) -> int:
@@ -83,6 +85,8 @@ class Options:
             check_wire(self.wire, mesh)
         if self.saved is not None:
             check_saved(self.saved, self.stage_mesh(mesh))
+        if self.momentum is not None:
+            self.momentum.check(self, mesh)
         if self.zero and self.pipeline and self.pipeline.axis in self.zero.axes:
             what, problem = f"with Pipeline({self.pipeline.axis!r})", "a parameter is held by the ranks of one stage"
             raise OptionError(f"Zero({self.zero.axis!r})", what, problem, "name another axis in one of them")
@@ -120,4 +124,5 @@ KINDS: Mapping[str, tuple[type, str]] = {  # of options, each with an example
     "precision": (Precision, "Precision(compute=torch.bfloat16)"),
     "remat": (Remat, "Remat('blocks.*')"),
     "pipeline": (Pipeline, "Pipeline('pp', microbatches=8)"),
+    "momentum": (Momentum, "Momentum(after=500)"),
 }

@@ -35,11 +35,11 @@ class Input:
     """A placeholder, in order. ``name``: the parameter's or buffer's path, or the input's (``x``, ``batch.ids``).
 
     ``tangent``: the gradient of the output that it names. ``random``: int64[2], seed and step. ``residual``: what codes
-    left out of a gradient in the step before.
+    left out of a gradient in the step before. ``momentum``: the optimizer's, of a parameter.
     """
 
     name: str
-    kind: Literal["parameter", "buffer", "input", "tangent", "random", "residual"]
+    kind: Literal["parameter", "buffer", "input", "tangent", "random", "residual", "momentum"]
     type: TensorType
     requires_grad: bool = False
 
@@ -514,6 +514,6 @@ def shardings_of(program: Program) -> dict[str, Sharding]:
         if node is not None and output.kind == "output":
             found[output.name] = program.sharding(node)
     for given, node in zip(program.inputs, program.placeholders, strict=True):
-        if given.kind not in ("tangent", "residual"):
+        if given.kind not in ("tangent", "residual", "momentum"):
             found[given.name] = program.sharding(node)
     return found

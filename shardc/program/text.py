@@ -79,7 +79,7 @@ def value_name(program: Program, node: fx.Node) -> str:
 
 
 def _input_name(put: Input) -> str:
-    return f"{put.kind}({put.name})" if put.kind in ("tangent", "residual") else put.name
+    return f"{put.kind}({put.name})" if put.kind in ("tangent", "residual", "momentum") else put.name
 
 
 def type_text(program: Program, node: fx.Node) -> str:

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import fx
 
-from shardc.ops.codes import CUT, JOINED, add_residual, decode_rows, encode_rows, left_out_rows
+from shardc.ops.codes import CUT, JOINED, add_residual, decode_rows, encode_rows, left_out_rows, mix_momentum
 from shardc.ops.codes import add_codes as add_rows
-from shardc.program.coding.nodes import add_codes, decode, encode, left_out, with_residual
+from shardc.program.coding.nodes import add_codes, decode, encode, left_out, with_momentum, with_residual
 from shardc.program.collective import group_size, steps_sharding
 from shardc.program.node import operand
 from shardc.program.program import Program
@@ -37,6 +37,8 @@ def local_call(program: Program, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
         return add_rows, (codec, program.type(node).dtype, codes)
     if node.target is with_residual:
         return add_residual, node.args
+    if node.target is with_momentum:
+        return mix_momentum, node.args
     if node.target is left_out:
         kind, _, _, codec, share, _, codes, index, rests, *values = node.args
         _, _, count, dims, lengths, *_ = local_call(program, operand(node, 6))[1]

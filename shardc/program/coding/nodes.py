@@ -33,7 +33,7 @@ import torch
 from torch import fx
 
 from shardc.ops.codes import add_codes as add_rows
-from shardc.ops.codes import add_residual, decode_rows, encode_rows, left_out_rows, sum_dtype
+from shardc.ops.codes import add_residual, decode_rows, encode_rows, left_out_rows, mix_momentum, sum_dtype
 from shardc.wire import VALUES
 
 Arguments = tuple[tuple[Any, ...], ...]  # of each value, those of its collective after the axes
@@ -59,6 +59,11 @@ def with_residual(x: Any, residual: Any) -> Any:
     return x + residual.sum(0)
 
 
+def with_momentum(x: Any, momentum: Any, beta: float, ranks: int) -> Any:
+    """The optimizer's new momentum, of a gradient that ``ranks`` add up, and the last one."""
+    return (1 - beta) * x + beta * momentum
+
+
 def left_out(
     kind: str, axes: tuple[str, ...], args: Arguments, codec: str, share: float, ranks: int, codes: Any, index: Any,
     rests: tuple[Any, ...], *xs: Any,
@@ -72,8 +77,8 @@ def left_out(
 
 
 CODINGS: set[Any] = {
-    *(encode, add_codes, decode, with_residual, left_out),
-    *(encode_rows, add_rows, decode_rows, add_residual, left_out_rows),
+    *(encode, add_codes, decode, with_residual, with_momentum, left_out),
+    *(encode_rows, add_rows, decode_rows, add_residual, mix_momentum, left_out_rows),
 }
 
 

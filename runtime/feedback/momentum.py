@@ -1,0 +1,124 @@
+"""The steps of an Adam whose momentum is sent in place of gradients (1-bit Adam), after those with whole gradients."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Adam
+from torch.optim.optimizer import Optimizer
+
+from shardc.language.errors import OrderError, ShardingError
+from shardc.options import Momentum
+
+from ..module.optimizer import StepWatcher
+
+Parameters = Callable[[], Mapping[str, Tensor]]
+
+
+class MomentumSteps(StepWatcher):
+    """Gives programs the momentum of the optimizer that steps a module's parameters, and does its steps with a new one.
+
+    State: the ``optimizer``, known from its first step or from a checkpoint; ``sent``, the parameters whose ``.grad``
+    is a momentum now, by id; ``hidden``, these while the optimizer steps the others, with their options.
+    """
+
+    def __init__(self, option: Momentum, parameters: Parameters) -> None:
+        super().__init__()
+        self.option, self._parameters = option, parameters
+        self._optimizer: Callable[[], Optimizer | None] = lambda: None
+        self.sent: dict[int, Tensor] = {}
+        self.hidden: list[tuple[dict[str, Any], Tensor, Tensor]] = []
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the steps with whole gradients are done."""
+        optimizer = self._optimizer()
+        states = [] if optimizer is None else (optimizer.state.get(each, {}) for each in self._parameters().values())
+        return int(next((state["step"] for state in states if "step" in state), 0)) >= self.option.after
+
+    def watched(self) -> list[Tensor]:
+        return list(self._parameters().values())
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        self.attach(optimizer)
+
+    def check_unscale(self, optimizer: Optimizer) -> None:
+        """ShardingError if an optimizer holds gradients that are momenta: the loss was scaled, they were not."""
+        if any(id(each) in self.sent for group in optimizer.param_groups for each in group["params"]):
+            problem = "the loss is scaled, the momentum is not"
+            raise ShardingError(self.option.text, "with a GradScaler", problem, "use bfloat16 without one")
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Take the steps of an optimizer from now on."""
+        if self._optimizer() is not optimizer:
+            self._optimizer = weakref.ref(optimizer)
+            optimizer.register_step_pre_hook(self._hide)
+            optimizer.register_step_post_hook(self._step)
+
+    def of(self, names: Iterable[str]) -> list[Tensor]:
+        """The momenta of parameters, whose gradients are momenta from now on."""
+        parameters = self._parameters()
+        return [self._momentum(name, parameters[name]) for name in names]
+
+    def _momentum(self, name: str, parameter: Tensor) -> Tensor:
+        """The momentum of a parameter. OrderError if a gradient is there: a momentum cannot be added to it."""
+        optimizer = self._optimizer()
+        if parameter.grad is not None:
+            what, problem = f"parameter {name!r} has a gradient", "the momentum of a step is made by one backward"
+            raise OrderError("backward", what, problem, "call optimizer.zero_grad() before it, and give whole batches")
+        state = {} if optimizer is None else optimizer.state.get(parameter, {})
+        if "exp_avg" not in state:
+            what, problem = f"parameter {name!r}", "its optimizer has no momentum of it"
+            remedy = "let all parameters be trained before, by one torch.optim.Adam or AdamW"
+            raise ShardingError(self.option.text, what, problem, remedy)
+        self.sent[id(parameter)] = parameter
+        momentum: Tensor = state["exp_avg"]
+        return momentum
+
+    def _hide(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Take the gradients that are momenta away, so that the optimizer leaves their parameters as they are."""
+        pairs = [(group, each) for group in optimizer.param_groups for each in group["params"]]
+        own = [(group, each) for group, each in pairs if id(each) in self.sent and each.grad is not None]
+        if own:
+            self._check(optimizer, [group for group, _ in own], len(args) > 1 or bool(kwargs))
+        self.hidden = [(group, each, each.grad) for group, each in own]
+        for _, each, _ in self.hidden:
+            each.grad = None
+
+    def _check(self, optimizer: Optimizer, groups: Iterable[Mapping[str, Any]], has_closure: bool) -> None:
+        """ShardingError for an optimizer that does something else."""
+        who, remedy = f"a step of {type(optimizer).__name__}", "leave momentum= out"
+        problem = f"{self.option.text} does its steps"
+        wrong = "" if isinstance(optimizer, Adam) else "it is neither torch.optim.Adam nor AdamW"
+        for group in [] if wrong else groups:
+            if group["betas"][0] != self.option.beta:
+                wrong, remedy = f"betas={tuple(group['betas'])}", f"say Momentum(..., beta={group['betas'][0]})"
+            elif group["amsgrad"] or group["maximize"]:
+                wrong = "amsgrad=True" if group["amsgrad"] else "maximize=True"
+            elif group["weight_decay"] and not group["decoupled_weight_decay"]:
+                wrong, remedy = f"weight_decay={group['weight_decay']} of Adam", "use AdamW"
+        if has_closure:
+            wrong, remedy = "a closure", "call backward before the step"
+        if wrong:
+            raise ShardingError(who, wrong, problem, remedy)
+
+    @torch.no_grad()
+    def _step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Adam's step with a momentum as it is, and with the variance of the last step before."""
+        hidden, self.hidden = self.hidden, []
+        for group, parameter, gradient in hidden:
+            state, lr, beta2 = optimizer.state[parameter], float(group["lr"]), group["betas"][1]
+            state["step"] += 1
+            state["exp_avg"].copy_(gradient)
+            if group["weight_decay"]:
+                parameter.mul_(1 - lr * group["weight_decay"])
+            scale = (1 - beta2**self.option.after) ** 0.5
+            rate = lr / (1 - self.option.beta ** float(state["step"]))
+            deviation = (state["exp_avg_sq"].sqrt() / scale).add_(group["eps"])
+            parameter.addcdiv_(gradient, deviation, value=-rate)
+            parameter.grad = gradient
+        self.sent.clear()

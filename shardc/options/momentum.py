@@ -1,0 +1,63 @@
+"""The ``momentum`` option: Adam's momentum is sent in place of gradients (1-bit Adam)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from shardc.language.errors import OptionError
+from shardc.language.mesh import Mesh
+from shardc.wire import Wire, check_wire, codec_named
+
+if TYPE_CHECKING:
+    from .options import Options
+
+
+@dataclass(frozen=True, slots=True)
+class Momentum:
+    """After some steps of Adam, gradients whose codec has feedback are sent as its momentum, and its variance is kept.
+
+    The error of a ``1bit`` or ``topk`` gradient disturbs the variance, not so that of a momentum, which changes slowly.
+    From then on ``.grad`` of what is sent so holds the momentum, which ``torch.optim.Adam`` or ``AdamW`` takes. The
+    gradients of one backward are a step's: none may be there when it begins. Source: Tang et al. 2021 (1-bit Adam).
+
+    ``after``: the steps that are done before, with whole gradients, until the variance is stable: a fifth of training,
+    or until the learning rate has risen. ``beta``: the first of the optimizer's ``betas``. ``before``: ``wire`` during
+    these steps; by default values are sent.
+    """
+
+    after: int
+    beta: float = 0.9
+    before: Wire | None = field(default=None, hash=False)
+
+    def __post_init__(self) -> None:
+        if type(self.after) is not int or self.after < 1:
+            what, problem = f"after={self.after!r}", "it counts the optimizer's steps before, 1 or more"
+            raise OptionError("Momentum", what, problem, "say after=500")
+        if not isinstance(self.beta, float) or not 0 < self.beta < 1:
+            what, problem = f"beta={self.beta!r}", "it is the first of Adam's betas, between 0 and 1"
+            raise OptionError("Momentum", what, problem, "say beta=0.9")
+
+    @property
+    def text(self) -> str:
+        """As the user writes it."""
+        return f"Momentum({self.after})"
+
+    def check(self, options: Options, mesh: Mesh) -> None:
+        """Raise an OptionError if it does not fit the other options."""
+        if self.before is not None:
+            check_wire(self.before, mesh)
+            if any(map(_has_feedback, self.before.values())):
+                what, problem = f"before={self.before!r}", "what is left out then is not what is left out later"
+                raise OptionError(self.text, what, problem, "say int8, or leave it out")
+        if not any(map(_has_feedback, (options.wire or {}).values())):
+            what, problem = f"with wire={options.wire!r}", "nothing is sent in a codec with feedback"
+            raise OptionError(self.text, what, problem, "say wire={'dp': '1bit'}")
+        for name, given in (("zero", options.zero), ("pipeline", options.pipeline)):
+            if given is not None:
+                problem = "a rank has a part of the momentum" if name == "zero" else "its stages have no feedback"
+                raise OptionError(self.text, f"with {name}=", problem, f"leave {name} out, or say int8")
+
+
+def _has_feedback(codec: Any) -> bool:
+    return codec is not None and codec_named(codec).has_feedback
