@@ -41,7 +41,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from trainer import SIZES, Job, Size, Trainer, batches, new_model, own_rows
 
-from shardc import Zero
+from shardc import Momentum, Zero
 from shardc.language.text import table
 from shardc.runtime.comm.launch import Workers
 from shardc.runtime.comm.messages import sent_bytes
@@ -74,12 +74,18 @@ class Hooked:
 
 
 ZERO = {"zero": Zero("dp", 3)}
+FROZEN = Momentum(after=100, before={"dp": "int8"})  # 1-bit Adam
+RENEWED = Momentum(after=40, every=8, before={"dp": "int8"})
 POWER = partial(powerSGD_hook.PowerSGDState, None, start_powerSGD_iter=UNCOMPRESSED)  # torch's settings for the rest
 WAYS: dict[str, Plan | Hooked] = {
     "dp": Plan("dp", DATA),
     "dp bf16": Plan("dp", DATA, {"wire": {"dp": "bf16"}}),
     "dp int8": Plan("dp", DATA, {"wire": {"dp": "int8"}}),
     "dp int4": Plan("dp", DATA, {"wire": {"dp": "int4"}}),
+    "dp 1bit": Plan("dp", DATA, {"wire": {"dp": "1bit"}}),
+    "dp 1-bit Adam": Plan("dp", DATA, {"wire": {"dp": "1bit"}, "momentum": FROZEN}),
+    "dp topk": Plan("dp", DATA, {"wire": {"dp": "topk:0.01"}}),
+    "dp 0/1 Adam": Plan("dp", DATA, {"wire": {"dp": "1bit"}, "momentum": RENEWED}),
     "zero3": Plan("dp", DATA, ZERO),
     "zero3 int8": Plan("dp", DATA, ZERO | {"wire": {"dp": "int8"}}),
     "zero3 squeezed": Plan("dp", DATA, ZERO | {"wire": {"dp parameters": "int8", "dp gradients": "int4"}}),

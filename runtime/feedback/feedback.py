@@ -30,7 +30,7 @@ class Feedback:
     @property
     def sends_momentum(self) -> bool:
         """Whether the next step sends the momentum."""
-        return self.momentum is not None and self.momentum.is_on
+        return self.momentum is not None and self.momentum.is_sent
 
     def send_momentum(self, runtime: ModuleRuntime, option: Momentum, compile_before: CompileFn) -> None:
         """Send the momentum of a runtime's parameters once the steps before are done."""

@@ -17,13 +17,16 @@ from shardc.options import Momentum
 from ..module.optimizer import StepWatcher
 
 Parameters = Callable[[], Mapping[str, Tensor]]
+VARIANCE_STEPS = "variance_steps"  # of a parameter's state
 
 
 class MomentumSteps(StepWatcher):
     """Gives programs the momentum of the optimizer that steps a module's parameters, and does its steps with a new one.
 
-    State: the ``optimizer``, known from its first step or from a checkpoint; ``sent``, the parameters whose ``.grad``
-    is a momentum now, by id; ``hidden``, these while the optimizer steps the others, with their options.
+    The state of such a parameter gets a number more, ``variance_steps``, how often its variance was renewed: less often
+    than there were steps. State: the ``optimizer``, known from its first step or from a checkpoint; ``sent``, the
+    parameters whose ``.grad`` is a momentum now, by id; ``hidden``, the options, the parameter and the gradient of
+    each that the optimizer does not step itself, while it steps the others.
     """
 
     def __init__(self, option: Momentum, parameters: Parameters) -> None:
@@ -34,11 +37,11 @@ class MomentumSteps(StepWatcher):
         self.hidden: list[tuple[dict[str, Any], Tensor, Tensor]] = []
 
     @property
-    def is_on(self) -> bool:
-        """Whether the steps with whole gradients are done."""
+    def is_sent(self) -> bool:
+        """Whether the next step sends the momentum."""
         optimizer = self._optimizer()
         states = [] if optimizer is None else (optimizer.state.get(each, {}) for each in self._parameters().values())
-        return int(next((state["step"] for state in states if "step" in state), 0)) >= self.option.after
+        return self.option.is_sent(int(next((state["step"] for state in states if "step" in state), 0)))
 
     def watched(self) -> list[Tensor]:
         return list(self._parameters().values())
@@ -80,14 +83,18 @@ class MomentumSteps(StepWatcher):
         return momentum
 
     def _hide(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Take the gradients that are momenta away, so that the optimizer leaves their parameters as they are."""
+        """Take gradients away, so that the optimizer leaves their parameters as they are."""
         pairs = [(group, each) for group in optimizer.param_groups for each in group["params"]]
-        own = [(group, each) for group, each in pairs if id(each) in self.sent and each.grad is not None]
+        own = [(group, each) for group, each in pairs if each.grad is not None and self._is_own(optimizer, each)]
         if own:
             self._check(optimizer, [group for group, _ in own], len(args) > 1 or bool(kwargs))
         self.hidden = [(group, each, each.grad) for group, each in own]
         for _, each, _ in self.hidden:
             each.grad = None
+
+    def _is_own(self, optimizer: Optimizer, parameter: Tensor) -> bool:
+        """Whether the momentum of a parameter is sent, or was."""
+        return id(parameter) in self.sent or VARIANCE_STEPS in optimizer.state.get(parameter, {})
 
     def _check(self, optimizer: Optimizer, groups: Iterable[Mapping[str, Any]], has_closure: bool) -> None:
         """ShardingError for an optimizer that does something else."""
@@ -108,17 +115,23 @@ class MomentumSteps(StepWatcher):
 
     @torch.no_grad()
     def _step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Adam's step with a momentum as it is, and with the variance of the last step before."""
+        """Adam's step, with a momentum and the variance as they are, or of a whole gradient."""
         hidden, self.hidden = self.hidden, []
         for group, parameter, gradient in hidden:
             state, lr, beta2 = optimizer.state[parameter], float(group["lr"]), group["betas"][1]
+            renewed = state.setdefault(VARIANCE_STEPS, state["step"].clone())
             state["step"] += 1
-            state["exp_avg"].copy_(gradient)
+            if id(parameter) in self.sent:
+                state["exp_avg"].copy_(gradient)
+            else:
+                renewed += 1
+                state["exp_avg"].lerp_(gradient, 1 - self.option.beta)
+                state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
             if group["weight_decay"]:
                 parameter.mul_(1 - lr * group["weight_decay"])
-            scale = (1 - beta2**self.option.after) ** 0.5
+            scale = (1 - beta2 ** float(renewed)) ** 0.5
             rate = lr / (1 - self.option.beta ** float(state["step"]))
             deviation = (state["exp_avg_sq"].sqrt() / scale).add_(group["eps"])
-            parameter.addcdiv_(gradient, deviation, value=-rate)
+            parameter.addcdiv_(state["exp_avg"], deviation, value=-rate)
             parameter.grad = gradient
         self.sent.clear()

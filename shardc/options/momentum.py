@@ -19,14 +19,17 @@ class Momentum:
 
     The error of a ``1bit`` or ``topk`` gradient disturbs the variance, not so that of a momentum, which changes slowly.
     From then on ``.grad`` of what is sent so holds the momentum, which ``torch.optim.Adam`` or ``AdamW`` takes. The
-    gradients of one backward are a step's: none may be there when it begins. Source: Tang et al. 2021 (1-bit Adam).
+    gradients of one backward are a step's: none may be there when it begins. Sources: Tang et al. 2021 (1-bit Adam), Lu
+    et al. 2022 (0/1 Adam).
 
-    ``after``: the steps that are done before, with whole gradients, until the variance is stable: a fifth of training,
-    or until the learning rate has risen. ``beta``: the first of the optimizer's ``betas``. ``before``: ``wire`` during
-    these steps; by default values are sent.
+    ``after``: the steps that are done before, with whole gradients, until the variance is stable: a fifth of training.
+    ``every``: of later steps one in so many has whole gradients too, and renews the variance; by default none has.
+    ``beta``: the first of the optimizer's ``betas``. ``before``: ``wire`` of steps with whole gradients; by default
+    values are sent.
     """
 
     after: int
+    every: int | None = None
     beta: float = 0.9
     before: Wire | None = field(default=None, hash=False)
 
@@ -34,6 +37,9 @@ class Momentum:
         if type(self.after) is not int or self.after < 1:
             what, problem = f"after={self.after!r}", "it counts the optimizer's steps before, 1 or more"
             raise OptionError("Momentum", what, problem, "say after=500")
+        if self.every is not None and (type(self.every) is not int or self.every < 2):
+            what, problem = f"every={self.every!r}", "one step in so many renews the variance, 2 or more"
+            raise OptionError("Momentum", what, problem, "say every=8, or leave it out")
         if not isinstance(self.beta, float) or not 0 < self.beta < 1:
             what, problem = f"beta={self.beta!r}", "it is the first of Adam's betas, between 0 and 1"
             raise OptionError("Momentum", what, problem, "say beta=0.9")
@@ -41,7 +47,11 @@ class Momentum:
     @property
     def text(self) -> str:
         """As the user writes it."""
-        return f"Momentum({self.after})"
+        return f"Momentum({self.after}{f', every={self.every}' if self.every else ''})"
+
+    def is_sent(self, steps: int) -> bool:
+        """Whether the step after so many steps sends the momentum."""
+        return steps >= self.after and not (self.every and (steps - self.after + 1) % self.every == 0)
 
     def check(self, options: Options, mesh: Mesh) -> None:
         """Raise an OptionError if it does not fit the other options."""
