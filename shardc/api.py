@@ -440,7 +440,7 @@ def parallelize(
         if momentum is not None:
             before = {"wire": momentum.before, "momentum": None}
             compile_before = partial(_compile_call, mesh=mesh, cache=kept, **asked | before)
-            module.shardc.feedback.send_momentum(module.shardc, momentum, compile_before)
+            module.shardc.feedback.send_momentum(momentum, module.shardc.named_parameters, compile_before)
     if has_call:
         module.shardc.compile_for(args, kwargs)
     return module

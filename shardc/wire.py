@@ -8,6 +8,7 @@ encodes it, and each rank that receives it decodes it and computes on, sums in f
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -68,25 +69,28 @@ CODECS = {
 }
 VALUES = Codec("values", 32, 256, 0.0)  # as they are, in one step of a collective that sends codes in another
 TOPK, TOPK_BLOCK = "topk", 1024
+MOST_KEPT = 0.5  # part of the elements
 KEPT = 4  # bytes of an element that is kept: its place in the block, and its value as bf16
 EXAMPLES = (*CODECS, f"{TOPK}:0.01")
 Wire = Mapping[str, str | None]
 
 
-@cache
 def codec_named(name: str) -> Codec:
-    """The codec of a name: of one of ``CODECS``, of VALUES, or ``topk:`` and the part of the elements that is kept.
+    """The codec of a name that an option or a program has."""
+    found = find_codec(name)
+    assert found is not None, name
+    return found
 
-    Raises a ValueError for any other name.
-    """
+
+@cache
+def find_codec(name: str) -> Codec | None:
+    """One of ``CODECS``, VALUES, or ``topk:`` and the part of the elements that it keeps; None for any other name."""
     kind, _, part = name.partition(":")
     if kind != TOPK:
-        if name not in CODECS and name != VALUES.name:
-            raise ValueError(f"there is no codec {name!r}")
-        return VALUES if name == VALUES.name else CODECS[name]
-    ratio = float(part)
-    if not 0 < ratio <= 0.5:
-        raise ValueError(f"{TOPK} keeps a part between 0 and 0.5, not {part}")
+        return VALUES if name == VALUES.name else CODECS.get(name)
+    ratio = float(part) if re.fullmatch(r"0?\.\d+", part) else 0.0
+    if not 0 < ratio <= MOST_KEPT:
+        return None
     count = max(1, round(ratio * TOPK_BLOCK))
     ratio, normal = count / TOPK_BLOCK, NormalDist()
     least = normal.inv_cdf(1 - ratio / 2)
@@ -96,10 +100,7 @@ def codec_named(name: str) -> Codec:
 
 def is_codec(name: Any) -> bool:
     """Whether there is a codec of this name."""
-    try:
-        return isinstance(name, str) and bool(codec_named(name))
-    except ValueError:
-        return False
+    return isinstance(name, str) and find_codec(name) is not None
 
 
 def key_of(wire: Wire, axis: str, content: str, paths: Collection[str]) -> str | None:

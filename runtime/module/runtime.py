@@ -172,6 +172,10 @@ class ModuleRuntime:
         if self._gathered is not None:
             self._gathered.forget()
 
+    def named_parameters(self) -> dict[str, Tensor]:
+        """The parameters that this rank holds, by name."""
+        return dict(self.model.named_parameters())
+
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters that this rank holds."""
         return self.model.parameters()
@@ -185,7 +189,7 @@ class ModuleRuntime:
         twin._shardings, twin._computed_shardings = dict(self._shardings), dict(self._computed_shardings)
         twin._awaited, twin._values = self._awaited, dict(self._values)
         twin.seed, twin.step, twin.mesh = self.seed, self.step, self.mesh
-        twin._is_compiled, twin.feedback = self._is_compiled, self.feedback.copied(twin)
+        twin._is_compiled, twin.feedback = self._is_compiled, self.feedback.copied(twin.named_parameters)
         return twin
 
     def _request(

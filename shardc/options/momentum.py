@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardc.language.errors import OptionError
 from shardc.language.mesh import Mesh
 from shardc.wire import Wire, check_wire, codec_named
 
-if TYPE_CHECKING:
-    from .options import Options
+from .pipeline import Pipeline
+from .zero import Zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +53,17 @@ class Momentum:
         """Whether the step after so many steps sends the momentum."""
         return steps >= self.after and not (self.every and (steps - self.after + 1) % self.every == 0)
 
-    def check(self, options: Options, mesh: Mesh) -> None:
+    def check(self, mesh: Mesh, wire: Wire | None, zero: Zero | None, pipeline: Pipeline | None) -> None:
         """Raise an OptionError if it does not fit the other options."""
         if self.before is not None:
             check_wire(self.before, mesh)
             if any(map(_has_feedback, self.before.values())):
                 what, problem = f"before={self.before!r}", "what is left out then is not what is left out later"
                 raise OptionError(self.text, what, problem, "say int8, or leave it out")
-        if not any(map(_has_feedback, (options.wire or {}).values())):
-            what, problem = f"with wire={options.wire!r}", "nothing is sent in a codec with feedback"
+        if not any(map(_has_feedback, (wire or {}).values())):
+            what, problem = f"with wire={wire!r}", "nothing is sent in a codec with feedback"
             raise OptionError(self.text, what, problem, "say wire={'dp': '1bit'}")
-        for name, given in (("zero", options.zero), ("pipeline", options.pipeline)):
+        for name, given in (("zero", zero), ("pipeline", pipeline)):
             if given is not None:
                 problem = "a rank has a part of the momentum" if name == "zero" else "its stages have no feedback"
                 raise OptionError(self.text, f"with {name}=", problem, f"leave {name} out, or say int8")

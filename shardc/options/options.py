@@ -86,7 +86,7 @@ class Options:
         if self.saved is not None:
             check_saved(self.saved, self.stage_mesh(mesh))
         if self.momentum is not None:
-            self.momentum.check(self, mesh)
+            self.momentum.check(mesh, self.wire, self.zero, self.pipeline)
         if self.zero and self.pipeline and self.pipeline.axis in self.zero.axes:
             what, problem = f"with Pipeline({self.pipeline.axis!r})", "a parameter is held by the ranks of one stage"
             raise OptionError(f"Zero({self.zero.axis!r})", what, problem, "name another axis in one of them")

@@ -149,11 +149,11 @@ def test_a_checkpoint_is_loaded_on_another_mesh_with_the_same_sums(tmp_path: Pat
     for _ in range(2):
         _step(parallel, optimizer, call)
     shardc.save(tmp_path, parallel, optimizer).wait()
-    sums = {name: each.sum(0) for name, (each,) in parallel.shardc.residuals.by_name().items()}
+    sums = {name: each.sum(0) for name, (each,) in parallel.shardc.feedback.residuals.by_name().items()}
     other, optimizer, _ = _parallel(Mesh(**sizes), "1bit", None)
     _step(other, optimizer, call)  # whose residuals are replaced
     shardc.load(tmp_path, other, optimizer)
-    found = other.shardc.residuals.by_name()
+    found = other.shardc.feedback.residuals.by_name()
     assert found.keys() == sums.keys()
     for name, (each,) in found.items():
         assert len(each) == sizes["dp"]
@@ -168,7 +168,7 @@ def test_a_gradient_that_is_no_number_leaves_nothing_behind() -> None:
     parallel, optimizer, (x, y) = _parallel(Mesh(dp=2), "1bit", None)
     parallel(x * torch.inf, y).backward()
     assert not all(each.grad.isfinite().all() for each in parallel.parameters())
-    assert all(each.isfinite().all() for (each,) in parallel.shardc.residuals.by_name().values())
+    assert all(each.isfinite().all() for (each,) in parallel.shardc.feedback.residuals.by_name().values())
     _step(parallel, optimizer, (x, y))
     assert parallel(x, y).isfinite()
 

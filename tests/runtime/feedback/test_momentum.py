@@ -1,0 +1,224 @@
+"""1-bit Adam: the steps of torch's Adam with a variance that is kept, or renewed from time to time, on every mesh."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gloo_pool import GlooPool
+from parallel_models import whole
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardc
+from shardc import Mesh, Momentum, P, Pipeline, ShardingError, Zero
+from shardc.language.errors import OptionError, OrderError
+from shardc.ops import codes
+from shardc.wire import CODECS, Codec, find_codec
+
+LOSSLESS = "lossless feedback"
+STEPS = 12
+OPTIONS = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
+PLANS = {
+    "data": ({"dp": 4}, {}),
+    "data and tensor": ({"dp": 2, "tp": 2}, {"up.weight": P("tp"), "down.weight": P(None, "tp")}),
+}
+
+
+@pytest.fixture
+def lossless(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A codec with feedback that leaves out nothing."""
+    find_codec.cache_clear()
+    monkeypatch.setitem(CODECS, LOSSLESS, Codec(LOSSLESS, 1, 1, 0.0, has_feedback=True))
+    monkeypatch.setitem(codes.CASTS, LOSSLESS, torch.float64)
+    yield
+    find_codec.cache_clear()
+
+
+class Net(nn.Module):
+    """Two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(40, 60), nn.Linear(60, 30)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x))).square().mean()
+
+
+def net(dtype: torch.dtype) -> Net:
+    torch.manual_seed(0)
+    return Net().to(dtype)
+
+
+def batches(dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(8, 40, generator=generator).to(dtype) for _ in range(STEPS)]
+
+
+def expected(option: Momentum) -> list[Tensor]:
+    """The parameters of one device, whose variance is renewed in steps with whole gradients alone."""
+    model = net(torch.float64)
+    first, second = OPTIONS["betas"]  # type: ignore[misc]
+    states = [[torch.zeros_like(each) for _ in range(2)] for each in model.parameters()]
+    renewed = 0
+    for i, x in enumerate(batches(torch.float64)):
+        is_whole = i < option.after or (option.every is not None and (i - option.after + 1) % option.every == 0)
+        renewed += is_whole
+        gradients = torch.autograd.grad(model(x), list(model.parameters()))
+        with torch.no_grad():
+            for parameter, (mean, variance), gradient in zip(model.parameters(), states, gradients, strict=True):
+                mean.lerp_(gradient, 1 - first)
+                if is_whole:
+                    variance.mul_(second).addcmul_(gradient, gradient, value=1 - second)
+                parameter.mul_(1 - OPTIONS["lr"] * OPTIONS["weight_decay"])  # type: ignore[operator]
+                deviation = (variance / (1 - second**renewed)).sqrt() + 1e-8
+                parameter.sub_(OPTIONS["lr"] * mean / (1 - first ** (i + 1)) / deviation)
+    return [each.detach() for each in model.parameters()]
+
+
+@pytest.mark.usefixtures("lossless")
+@pytest.mark.parametrize("option", [Momentum(4), Momentum(3, every=2), Momentum(5, every=3)], ids=str)
+@pytest.mark.parametrize("name", PLANS)
+def test_without_loss_the_steps_are_those_of_an_adam_whose_variance_is_kept(name: str, option: Momentum) -> None:
+    """Also with calls that do not train in between, and of a copy that goes on by itself."""
+    sizes, annotations = PLANS[name]
+    parallel = shardc.parallelize(
+        net(torch.float64), Mesh(**sizes), {"x": P("dp"), **annotations}, wire={"dp": LOSSLESS}, momentum=option
+    )
+    optimizer = torch.optim.AdamW(parallel.parameters(), **OPTIONS)
+    for i, x in enumerate(batches(torch.float64)):
+        optimizer.zero_grad()
+        parallel(x).backward()
+        optimizer.step()
+        with torch.no_grad():
+            assert parallel(x).isfinite()
+        if i == 6:
+            copy.deepcopy(parallel)(x).backward()
+    for (path, found), wanted in zip(parallel.named_parameters(), expected(option), strict=True):
+        torch.testing.assert_close(found.detach(), wanted, rtol=1e-10, atol=1e-12, msg=path)
+
+
+RENEWED = Momentum(4, every=3, before={"dp": "int8"})
+
+
+@pytest.mark.parametrize("option", [Momentum(5), RENEWED], ids=str)
+def test_ranks_of_a_job_take_the_same_steps_and_go_on_from_a_checkpoint(
+    gloo: GlooPool, tmp_path: Path, option: Momentum
+) -> None:
+    """To the bit, whichever of the steps comes after it."""
+    mesh = Mesh(dp=2, tp=2)
+    wanted = train(mesh, option, tmp_path / "virtual")
+    assert gloo.run(on_ranks, option, tmp_path / "gloo", None) == [wanted] * 4
+    for step in (4, 6, 7, 8):
+        assert train(mesh, option, tmp_path / "gloo", resumed=step) == wanted, step
+    assert gloo.run(on_ranks, option, tmp_path / "virtual", 8) == [wanted] * 4
+
+
+def on_ranks(option: Momentum, folder: Path, resumed: int | None) -> list[bytes]:
+    return train(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), option, folder, resumed)
+
+
+def train(mesh: Any, option: Momentum, folder: Path, resumed: int | None = None) -> list[bytes]:
+    """The bits of the parameters; a checkpoint a step, or the steps after one of them."""
+    annotations, data = {"x": P("dp"), **PLANS["data and tensor"][1]}, batches(torch.float32)
+    parallel = shardc.parallelize(
+        net(torch.float32), mesh, annotations, args=(data[0],), wire={"dp": "1bit"}, momentum=option
+    )
+    optimizer = torch.optim.AdamW(parallel.parameters(), **OPTIONS)  # type: ignore[arg-type]
+    if resumed is not None:
+        shardc.load(folder / f"step-{resumed:08}", parallel, optimizer)
+    for i in range(resumed or 0, STEPS):
+        optimizer.zero_grad()
+        parallel(data[i]).backward()
+        optimizer.step()
+        if resumed is None and i in (3, 5, 6, 7):
+            shardc.save(folder, parallel, optimizer, step=i + 1).wait()
+    return [whole(each).detach().numpy().tobytes() for each in parallel.parameters()]
+
+
+def test_bytes_of_200_steps_are_a_fifth_of_those_of_fp16() -> None:
+    """Of 40 steps with whole gradients in int8, and then of 1 bit; with a whole one in eight later as well."""
+    model, x = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)), torch.randn(8, 256)
+    half = shardc.compile(model, Mesh(dp=4), {"input": P("dp")}, args=(x,), wire={"dp": "fp16"})
+    sent = {}
+    for name, changes in {
+        "fp16": {}, "int8": {"wire": {"dp": "int8"}}, "1bit": {"wire": {"dp": "1bit"}, "momentum": Momentum(40)},
+    }.items():  # fmt: skip
+        plan = half.recompile(**changes)
+        sent[name] = sum(each.wire_bytes for each in plan.collectives)
+    assert 200 * sent["fp16"] > 4.8 * (40 * sent["int8"] + 160 * sent["1bit"])
+    assert 200 * sent["fp16"] > 4.8 * (60 * sent["int8"] + 140 * sent["1bit"])
+
+
+def started(option: Momentum, make: Any, **options: Any) -> tuple[Any, Any, Tensor]:
+    """A module and an optimizer after the steps with whole gradients, and a batch."""
+    parallel = shardc.parallelize(net(torch.float32), Mesh(dp=2), {"x": P("dp")}, wire={"dp": "1bit"}, momentum=option)
+    optimizer, (x, *_) = make(parallel.parameters(), **options), batches(torch.float32)
+    for _ in range(option.after):
+        optimizer.zero_grad()
+        parallel(x).backward()
+        optimizer.step()
+    return parallel, optimizer, x
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "said"),
+    [
+        (torch.optim.AdamW, {"betas": (0.8, 0.99)}, "Momentum(..., beta=0.8)"),
+        (torch.optim.AdamW, {"amsgrad": True}, "amsgrad=True"),
+        (torch.optim.Adam, {"weight_decay": 0.1}, "use AdamW"),
+        (torch.optim.NAdam, {}, "neither torch.optim.Adam nor AdamW"),
+    ],
+)
+def test_an_optimizer_that_does_something_else_is_refused(make: Any, options: dict[str, Any], said: str) -> None:
+    """At the first step that is not its own, with nothing changed."""
+    parallel, optimizer, x = started(Momentum(2), make, **options)
+    before = [each.detach().clone() for each in parallel.parameters()]
+    optimizer.zero_grad()
+    parallel(x).backward()
+    with pytest.raises(ShardingError) as caught:
+        optimizer.step()
+    assert said in str(caught.value)
+    assert all(map(torch.equal, before, parallel.parameters()))
+
+
+def test_what_has_no_momentum_is_refused() -> None:
+    parallel, optimizer, x = started(Momentum(2), torch.optim.AdamW)
+    optimizer.zero_grad()
+    parallel(x).backward()
+    with pytest.raises(OrderError, match="zero_grad"):  # gradients that are accumulated
+        parallel(x).backward()
+    with pytest.raises(ShardingError, match="a closure"):
+        optimizer.step(lambda: parallel(x))
+    parallel, _, x = started(Momentum(2), torch.optim.Adam)
+    parallel.zero_grad()
+    parallel.shardc.feedback.momentum._optimizer().state.clear()
+    assert parallel(x).backward() is None  # its steps are forgotten with it, and begin again
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"wire": {"dp": "int8"}}, "nothing is sent in a codec with feedback"),
+        ({"wire": {"dp": "1bit"}, "zero": Zero("dp", 1)}, "leave zero out"),
+        ({"wire": {"dp": "1bit"}, "pipeline": Pipeline("pp", 2)}, "leave pipeline out"),
+        ({}, "nothing is sent in a codec with feedback"),
+    ],
+)
+def test_other_options_must_fit(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        shardc.parallelize(Net(), Mesh(dp=2, pp=2), {"x": P("dp")}, momentum=Momentum(5), **options)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"after": 0}, {"after": True}, {"after": 5, "every": 1}, {"after": 5, "beta": 1}]
+)
+def test_a_momentum_of_wrong_numbers_is_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match="Momentum: "):
+        Momentum(**arguments)
