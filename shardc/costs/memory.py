@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import fx
 
-from shardc.costs.count import stored_bytes
+from shardc.costs.count import nbytes, stored_bytes
 from shardc.costs.ledger import Block, Ledger, bytes_of
 from shardc.costs.replay import ledgers_of
 from shardc.program.lifetime import split
-from shardc.program.program import Program
+from shardc.program.program import Program, inputs_of
 
 CURVE_CLASSES = ("parameters", "inputs", "gathered", "saved", "outputs", "gradients", "working")
 
@@ -27,7 +27,8 @@ def memory_of(program: Program) -> dict[str, int]:
     here). ``saved``: activations that forward makes and backward reads; in a pipeline the most that microbatches under
     way keep between two actions of the schedule. ``gathered``: the most that is gathered of parameters at a time;
     in a pipeline all of it, since it lives for the whole step, in host memory while its stage is offloaded.
-    ``offloaded``: how many of the bytes of parameters, gradients and optimizer are in the tier below.
+    ``offloaded``: how many of the bytes of parameters, gradients and optimizer are in the tier below. ``residuals``:
+    what codes leave out of gradients, kept from step to step.
     ``peak``: the most that is alive at a time, inputs and optimizer included; in a pipeline with the inputs of all
     microbatches, the sums of gradients and what is added to them, and messages: from their computation until they are
     sent, and from their receive until their last reader. Idle stages that are offloaded have no memory on the device.
@@ -44,13 +45,15 @@ def memory_on(program: Program, ledger: Ledger, count: Callable[[Iterable[Block]
     """The bytes by class of one rank. ``count``: the bytes of blocks of its ledger in those of the program's sizes."""
     stored, options = stored_bytes(program, ledger.parameters), program.options
     offloaded = stored.pop("offloaded")
-    below = {"offloaded": offloaded} if options.offloads else {}
+    residuals = sum(nbytes(program.local_type(node)) for node in inputs_of(program, "residual").values())
+    further = {"offloaded": offloaded} if options.offloads else {}
+    further |= {"residuals": residuals} if residuals else {}
     return {
         **stored,
         "saved": count(ledger.saved),
         "gathered": count(ledger.gathered),
         "peak": count(ledger.most()) + (0 if options.offloads else stored["optimizer"]),
-        **below,
+        **further,
     }
 
 

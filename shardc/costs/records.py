@@ -20,6 +20,7 @@ class MemoryEntry:
     ``optimizer``: its states, Adam's two by default. ``saved``: what forward makes and backward uses. ``gathered``: the
     most of gathered parameters alive at a time. ``peak``: the most alive at a time, inputs and the optimizer included.
     ``offloaded``: those of the first three that are in host memory or in files; absent where none may be.
+    ``residuals``: what codes left out of gradients, which is in the peak; absent where they leave out nothing.
     """
 
     parameters: Count
@@ -29,6 +30,7 @@ class MemoryEntry:
     gathered: Count
     peak: Count
     offloaded: Count | None = None
+    residuals: Count | None = None
 
 
 @dataclass(frozen=True, slots=True)

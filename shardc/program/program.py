@@ -464,7 +464,12 @@ PLACEHOLDERS = {"buffer": "buffer", "changed": "input", "computed": "parameter",
 
 def parameters_of(program: Program) -> dict[str, fx.Node]:
     """The placeholders of parameters by name."""
-    return {name: node for (kind, name), node in program.named_inputs.items() if kind == "parameter"}
+    return inputs_of(program, "parameter")
+
+
+def inputs_of(program: Program, kind: str) -> dict[str, fx.Node]:
+    """The placeholders of inputs of a kind by name."""
+    return {name: node for (of, name), node in program.named_inputs.items() if of == kind}
 
 
 def ends_of(program: Program) -> Iterator[End]:

@@ -43,7 +43,7 @@ def compilations(megatron: Compiled, piped: Compiled) -> list[Compiled]:
     )
     inference = compile(model, Mesh(dp=3), {"x": P("dp")}, args=args, kwargs=kwargs, train=False)
     ring = compile(Attending(), Mesh(cp=3), {"x": P(None, "cp")}, kwargs=draw(6, dtype=torch.float32))
-    coded = megatron.recompile(wire={"dp": "bf16"})
+    coded = megatron.recompile(wire={"dp": "1bit"})
     offloaded = zero.recompile(zero=Zero("dp", 3, offload="parameters"))
     return [megatron, zero, inference, piped, ring, coded, offloaded]
 

@@ -51,7 +51,7 @@ def plans() -> dict[str, Compiled]:
     return {
         "plain": compile(model, Mesh(dp=2, tp=2), annotations, links={"tp": "nvlink"}, **given),
         "zero": compile(model, Mesh(dp=2, tp=2), annotations, zero=Zero("dp", 3), **given),
-        "coded": compile(model, Mesh(dp=2, tp=2), annotations, wire={"dp": "bf16"}, **given),
+        "coded": compile(model, Mesh(dp=2, tp=2), annotations, wire={"dp": "1bit"}, **given),
         "piped": compile(model, Mesh(dp=2, pp=2), {"x": P("dp")}, pipeline=pipeline, **given),
         "weighed": compile(other, Mesh(dp=2, tp=2), other_annotations, args=other_args, kwargs=other_kwargs),
     }
