@@ -32,10 +32,11 @@ def simulate(program: Program, inputs: Values, comm: Comm | None = None) -> list
     comm = comm or SimulatedComm(_stage_mesh(program.mesh) if has_stages else program.mesh, _device(inputs))
     runner: Runner = PipelineRunner(program, comm) if has_stages else Executor(program, comm)
     outputs, saved = runner.forward(pieces)
-    is_tangent = [put.kind in ("tangent", "residual", "momentum") for put in program.inputs]
-    if has_stages and not any(is_tangent):
+    is_late = [put.kind in ("tangent", "residual", "momentum") for put in program.inputs]
+    if has_stages and not any(is_late):
         return join_outputs(program, outputs)
-    tangents = [[x if kind else None for x, kind in zip(row, is_tangent, strict=True)] for row in pieces]
+    tangents = [[x.clone() if late and x is not None else None for x, late in zip(row, is_late, strict=True)]
+                for row in pieces]  # fmt: skip
     gradients = runner.backward(saved, tangents)
     return join_outputs(program, [_merged(*pair) for pair in zip(outputs, gradients, strict=True)])
 

@@ -47,7 +47,7 @@ from shardc.program.collective import (
 )
 from shardc.program.communication import bucket, members, results
 from shardc.program.lifetime import split
-from shardc.program.node import descendants
+from shardc.program.node import descendants, operand
 from shardc.program.program import Input, Output, Program, ends_of
 from shardc.program.stages import Crossing, has_stages, stages_of
 from shardc.wire import VALUES, Codec
@@ -269,7 +269,8 @@ class _Coded:
         found = [residual_of(self.program, value) for value in values]
         types, shardings = zip(*found, strict=True)
         index = self._own_index(axes) if rests else None
-        call = (kind, axes, args, codec.name, share, types[0].shape[0], codes, index, tuple(rests), *values)
+        before = tuple(operand(each, 1) for each in values if each.target is with_residual)
+        call = (kind, axes, args, codec.name, share, types[0].shape[0], codes, index, tuple(rests), before, *values)
         result = self._insert(left_out, call, types if len(types) > 1 else types[0])
         self.program.set_sharding(result, shardings if len(types) > 1 else shardings[0])
         self.program.set_origins(result, ({},) * len(types))

@@ -27,8 +27,10 @@ from torch.fx.proxy import GraphAppendingTracer
 
 from shardc.ops.attention.ring import Ring
 from shardc.ops.attention.rules import RINGS
+from shardc.ops.codes import left_out_rows, replace_residuals
 from shardc.ops.contraction import BoundDot, Steps, dot, stepped
 from shardc.ops.tier import TRANSFERS
+from shardc.program.coding.nodes import residuals_before
 from shardc.program.collective import EXCHANGES, group_size
 from shardc.program.communication import bucket, members
 from shardc.program.lifetime import dies_at, view_chain
@@ -199,6 +201,8 @@ def lower(part: Sequence[fx.Node], slots: Mapping[fx.Node, int], device: torch.d
             in_place = overwriting(node, order, program, device)
             target, args = in_place or (node.target, node.args)
             overwritten = in_place[1][0] if in_place else None
+            if is_eager and node.target is left_out_rows and residuals_before(node):
+                target = replace_residuals
             kwargs = {**node.kwargs, **({"device": device} if takes_device(node.target) else {})}
             lowered = result.call(node, target, args, kwargs)
         chain = view_chain(overwritten) if overwritten is not None else ()

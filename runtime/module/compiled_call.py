@@ -186,17 +186,18 @@ class CompiledCall:
         of the program's outputs.
         """
         residuals = self._residuals()
-        given = self._tangents(gradients)
+        starts = self._shards(self._tangents(gradients))
+        tangents = [list(row) for row in starts]
         for i, each in {**residuals, **self._momenta()}.items():
-            given[i] = each
-        tangents = self._shards(given)
+            for row, piece in zip(tangents, self._inputs[i].to_shards(each), strict=True):
+                row[i] = piece
         reduction: DeferredReduction | None = None
         if deferred:
             columns, reduction = self._accumulate(saved, tangents, keep, deferred)
         else:
             with without_autocast(self.conversion.comm.device):
                 rows = self.runner.backward(saved, tangents, keep)
-            columns = list(zip(*separate_rows(rows, tangents, self._own_gradients), strict=True))
+            columns = list(zip(*separate_rows(rows, starts, self._own_gradients), strict=True))
         for i, residual in residuals.items():
             output = self._indices.residuals[i]
             self._outputs[output].write(residual, _present(columns[output]))

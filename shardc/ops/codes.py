@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,12 +100,12 @@ def mix_momentum(x: Tensor, momentum: Tensor, beta: float, ranks: int) -> Tensor
 
 def left_out_rows(
     kind: str, codec: str, count: int, dims: Dims, lengths: tuple[int, ...], share: float, codes: Tensor,
-    index: Tensor, rests: Sequence[Tensor], *xs: Tensor,
+    index: Tensor, rests: Sequence[Tensor], before: Sequence[Tensor], *xs: Tensor,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """What the codes of ``encode_rows`` leave out of each value, times ``share``: ``[1, *shape]`` for each.
 
     ``rests``: what was left out later of this rank's own piece, which is that of ``index``. Where a value is no number
-    nothing is left out.
+    nothing is left out. ``before`` is what ``replace_residuals`` writes to.
     """
     rows = _rows(kind, codec_named(codec), count, dims, lengths, xs)
     left = rows - _decode(codes.squeeze(0), codec_named(codec), rows.dtype)
@@ -122,6 +123,17 @@ def left_out_rows(
         results.append(values.reshape(1, *x.shape).contiguous())
         start += numel + -numel % codec_named(codec).block
     return tuple(results) if len(results) > 1 else results[0]
+
+
+def replace_residuals(*args: Any) -> Tensor | tuple[Tensor, ...]:
+    """``left_out_rows``, written over the residuals of the last step where there are some."""
+    before: Sequence[Tensor] = args[9]
+    found = left_out_rows(*args)
+    results = found if isinstance(found, tuple) else (found,)
+    for residual, result in zip(before, results, strict=False):
+        residual.copy_(result)
+    written = tuple(before) or results
+    return written if len(written) > 1 else written[0]
 
 
 def _pieces(x: Tensor, count: int, dim: int, length: int) -> Tensor:

@@ -16,7 +16,7 @@ from shardc.ops.attention.rules import RINGS
 from shardc.ops.contraction import dot
 from shardc.ops.index import MAKE_NEW, lookup_rows, scatter_rows
 from shardc.ops.tier import TRANSFERS, offload
-from shardc.program.coding.nodes import CODINGS, is_decode
+from shardc.program.coding.nodes import CODINGS, is_decode, residuals_before
 from shardc.program.collective import COLLECTIVES, EXCHANGES, collective_kind, group_size, reshard, saved_slice
 from shardc.program.communication import bucket
 from shardc.program.inference import Layout, Layouts, result_layouts
@@ -126,6 +126,9 @@ def _layouts(
     target, mesh = node.target, program.mesh
     if target in MOVES:
         assert mesh is not None
+        if before := residuals_before(node):
+            reads += map(program.value, before)
+            return tuple(replace(each, owner=i) for i, each in enumerate(new) if each is not None), False
         is_of_one_rank = target in COLLECTIVES and group_size(mesh, collective_kind(node), node.args[1:]) == 1
         return ((known[program.value(operand(node))],), True) if is_of_one_rank else (new, False)
     if is_annotation(node):

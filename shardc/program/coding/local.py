@@ -40,9 +40,9 @@ def local_call(program: Program, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     if node.target is with_momentum:
         return mix_momentum, node.args
     if node.target is left_out:
-        kind, _, _, codec, share, _, codes, index, rests, *values = node.args
+        kind, _, _, codec, share, _, codes, index, rests, before, *values = node.args
         _, _, count, dims, lengths, *_ = local_call(program, operand(node, 6))[1]
-        return left_out_rows, (kind, codec, count, dims, lengths, share, codes, index, rests, *values)
+        return left_out_rows, (kind, codec, count, dims, lengths, share, codes, index, rests, before, *values)
     arguments: tuple[Any, ...] = node.args
     kind, axes, args, codec, *operands = arguments
 

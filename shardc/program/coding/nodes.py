@@ -18,8 +18,8 @@ A codec with feedback gets what it left out in the step before, an input ``resid
     a = with_residual(x, r)
     c = encode("all_reduce", ("dp",), (("sum",),), "1bit", a)
     ...
-    t = left_out("all_gather", ("dp",), ((0,),), "1bit", 1.0, 1, e, i, (), s)
-    r = left_out("all_reduce", ("dp",), (("sum",),), "1bit", 1.0, 2, c, i, (t,), a)
+    t = left_out("all_gather", ("dp",), ((0,),), "1bit", 1.0, 1, e, None, (), (), s)
+    r = left_out("all_reduce", ("dp",), (("sum",),), "1bit", 1.0, 2, c, i, (t,), (r,), a)
 
 The type of a residual is ``[ranks, *shape]``, of which each rank has its own: its first dim is cut by the axes over
 which the value is partial. That of a sum is added to the residual of the rank that made it, so that one is enough.
@@ -66,11 +66,12 @@ def with_momentum(x: Any, momentum: Any, beta: float, ranks: int) -> Any:
 
 def left_out(
     kind: str, axes: tuple[str, ...], args: Arguments, codec: str, share: float, ranks: int, codes: Any, index: Any,
-    rests: tuple[Any, ...], *xs: Any,
+    rests: tuple[Any, ...], before: tuple[Any, ...], *xs: Any,
 ) -> Any:  # fmt: skip
     """What the codes of a collective leave out of its values, times ``share``: ``[ranks, *shape]`` of each.
 
-    ``rests``: what was left out of this rank's own piece, the one of ``index``, after pieces were added.
+    ``rests``: what was left out of this rank's own piece, the one of ``index``, after pieces were added. ``before``:
+    the residuals of the last step, which a runtime may write over.
     """
     zeros = tuple(torch.zeros((ranks, *x.shape), dtype=sum_dtype(x.dtype), device=x.device) for x in xs)
     return zeros if len(zeros) > 1 else zeros[0]
@@ -80,6 +81,12 @@ CODINGS: set[Any] = {
     *(encode, add_codes, decode, with_residual, with_momentum, left_out),
     *(encode_rows, add_rows, decode_rows, add_residual, mix_momentum, left_out_rows),
 }
+
+
+def residuals_before(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The residuals that a node writes over, whole or local."""
+    found: tuple[fx.Node, ...] = node.args[9] if node.target in (left_out, left_out_rows) else ()  # type: ignore[assignment]
+    return found
 
 
 def is_encode(node: fx.Node) -> bool:

@@ -215,3 +215,38 @@ def _final_loss(codec: str | None) -> float:
         optimizer.step()
         found += loss.item() / 50 if i >= 250 else 0.0
     return found
+
+
+def test_residuals_are_written_over_and_held_once(gloo: GlooPool) -> None:
+    """So a step takes memory for what was left out, and not for what is left out besides."""
+    model, call = net(torch.float32)
+    plain = compile(model, Mesh(dp=4), DATA, args=call, wire={"dp": "int8"}, bucket=1)
+    fed = plain.recompile(wire={"dp": "1bit"})
+    assert fed.memory["residuals"] == 4 * sum(each.numel() for each in model.parameters())
+    largest = 4 * max(each.numel() for each in model.parameters())
+    assert fed.memory["peak"] - plain.memory["peak"] <= fed.memory["residuals"] + 3 * largest
+    assert gloo.run(_places_of_residuals) == [True] * 4
+
+
+def _places_of_residuals() -> bool:
+    """Whether residuals keep their memory over a step, and get other values."""
+    parallel, optimizer, call = _parallel(init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), "1bit", None)
+    results: list[Tensor] = []
+    _step(parallel, optimizer, call)
+    residuals = [each for (each,) in parallel.shardc.feedback.residuals.by_name().values()]
+    before = [(each._local_tensor.data_ptr(), each._local_tensor.clone()) for each in residuals]
+    runner = next(iter(parallel.shardc.variants.values())).latest.runner
+    backward = runner.backward
+
+    def watched(*args: Any) -> Any:
+        rows = backward(*args)
+        results.extend(value for value in rows[0] if value is not None)
+        return rows
+
+    runner.backward = watched
+    _step(parallel, optimizer, call)
+    places = {value.data_ptr() for value in results}
+    return all(
+        place in places and not torch.equal(each._local_tensor, old)
+        for each, (place, old) in zip(residuals, before, strict=True)
+    )
