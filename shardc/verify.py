@@ -92,6 +92,7 @@ def verify(
     given = dict(options or {})
     if given.get("wire"):
         given["wire"] = {key: codec and VALUES.name for key, codec in given["wire"].items()}
+        given["momentum"] = None  # which has no meaning without codes
     exact: dict[tuple[Check, str], _Exact] = {}
     for dtype in TOLERANCES:
         copied = _in_dtype(copy.deepcopy(model, computed_tensors(model)), dtype)

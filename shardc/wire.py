@@ -67,10 +67,10 @@ CODECS = {
         Codec("1bit", 1, 256, 6.02e-1, SCALE, has_feedback=True),
     )
 }
-VALUES = Codec("values", 32, 256, 0.0)  # as they are, in one step of a collective that sends codes in another
-TOPK, TOPK_BLOCK = "topk", 1024
+VALUES = Codec("values", 32, 256, 0.0)  # as they are, in one step of a sum whose further steps send codes in blocks
+TOPK, TOPK_BLOCK = "topk", 256
 MOST_KEPT = 0.5  # part of the elements
-KEPT = 4  # bytes of an element that is kept: its place in the block, and its value as bf16
+KEPT = 3  # bytes of an element that is kept: its place in the block, and its value as bf16
 EXAMPLES = (*CODECS, f"{TOPK}:0.01")
 Wire = Mapping[str, str | None]
 

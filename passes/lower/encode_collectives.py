@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -47,7 +48,7 @@ from shardc.program.collective import (
 )
 from shardc.program.communication import bucket, members, results
 from shardc.program.lifetime import split
-from shardc.program.node import descendants, operand
+from shardc.program.node import operand
 from shardc.program.program import Input, Output, Program, ends_of
 from shardc.program.stages import Crossing, has_stages, stages_of
 from shardc.wire import VALUES, Codec
@@ -69,7 +70,7 @@ def encode_collectives(program: Program) -> Program:
     fed = {node for node, steps in coded.items() if contents.feeds_back(node, steps)}
     if fed and has_stages(program):
         raise _no_feedback(coded[min(fed)])
-    residuals = _Residuals(program)
+    residuals = _Residuals(program, fed)
     for node, steps in coded.items():
         with program.graph.inserting_before(node):
             result = _Coded(program, node, residuals if node in fed else None).result(steps)
@@ -127,24 +128,44 @@ def _encode_message(
 class _Residuals:
     """Makes the inputs and the results of a program that are residuals.
 
-    State: ``names`` of those made so far; ``last``, the last placeholder; ``outputs`` and ``results`` to add.
+    ``names``: of each collective with feedback those of its values; ``results``: the gradients that a node is returned
+    for, by name. State: ``last``, the last placeholder.
     """
 
-    def __init__(self, program: Program) -> None:
-        self.program, self.names = program, set[str]()
-        self.last = program.placeholders[-1]
+    def __init__(self, program: Program, fed: Collection[fx.Node]) -> None:
+        self.program, self.last = program, program.placeholders[-1]
         self.results: dict[fx.Node, list[str]] = {}
         for output, _, result in ends_of(program):
             if output.kind == "gradient" and result is not None:
                 self.results.setdefault(result, []).append(output.name)
+        self.names: dict[fx.Node, list[str]] = {}
+        times = Counter[str]()
+        for node in sorted(fed):
+            self.names[node] = []
+            for part in members(node):
+                name = self._gradient(results(node, part)) or node.name
+                times[name] += 1
+                self.names[node].append(name if times[name] == 1 else f"{name}:{times[name]}")
+
+    def _gradient(self, values: Iterable[fx.Node]) -> str:
+        """The name of the first gradient that values become; each value of a bucket becomes its own result."""
+        reached = dict.fromkeys(values)
+        for node in (queue := list(reached)):
+            if node in self.results:
+                return self.results[node][0]
+            after = [each for each in node.users if each.op != "output"]
+            for user in after:
+                own = [part for part in members(user) if part.operand is node] if user.target is bucket else ()
+                for each in [result for part in own for result in results(user, part)] if own else [user]:
+                    if each not in reached:
+                        reached[each] = None
+                        queue.append(each)
+        return ""
 
     def of_last_step(self, values: Sequence[fx.Node], node: fx.Node) -> dict[str, fx.Node]:
         """New inputs by name: for each value of a collective what was left out of it."""
-        found: dict[str, fx.Node] = {}
-        for i, value in enumerate(values):
-            name = self._name(node, i)
-            found[name] = self.add_input(name, "residual", *residual_of(self.program, value))
-        return found
+        pairs = zip(self.names[node], values, strict=True)
+        return {name: self.add_input(name, "residual", *residual_of(self.program, value)) for name, value in pairs}
 
     def add_input(
         self, name: str, kind: Literal["residual", "momentum"], type_: TensorType, sharding: Sharding
@@ -158,19 +179,6 @@ class _Residuals:
         program.set_origins(self.last, ({},))
         program.inputs = (*program.inputs, Input(name, kind, type_))
         return self.last
-
-    def _name(self, node: fx.Node, index: int) -> str:
-        """The name of the first gradient that a value of a collective becomes, and a number where there are several."""
-        picked = [user for user in node.users if user.target is operator.getitem and user.args[1] == index]
-        after = descendants(*(picked if self.program.has_many(node) else [node]))
-        names = [name for result, names in self.results.items() if result in after for name in names]
-        name = first = names[0] if names else node.name
-        number = 1
-        while name in self.names:
-            number += 1
-            name = f"{first}:{number}"
-        self.names.add(name)
-        return name
 
     def keep(self, name: str, residual: fx.Node) -> None:
         """Return a residual from the program."""

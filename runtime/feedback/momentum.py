@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer
 from shardc.language.errors import OrderError, ShardingError
 from shardc.options import Momentum
 
-from ..module.optimizer import StepWatcher
+from ..module.optimizer import StepWatcher, check_unscaling
 
 Parameters = Callable[[], Mapping[str, Tensor]]
 VARIANCE_STEPS = "variance_steps"  # of a parameter's state
@@ -25,42 +25,38 @@ class MomentumSteps(StepWatcher):
 
     The state of such a parameter gets a number more, ``variance_steps``, how often its variance was renewed: less often
     than there were steps. State: the ``optimizer``, known from its first step or from a checkpoint; ``sent``, the
-    parameters whose ``.grad`` is a momentum now, by id; ``hidden``, the options, the parameter and the gradient of
-    each that the optimizer does not step itself, while it steps the others.
+    parameters whose ``.grad`` is a momentum now, by id, with the number of the backward that made it; ``hidden``, the
+    options, the parameter and the gradient of each that the optimizer does not step itself, while it steps the others.
     """
 
     def __init__(self, option: Momentum, parameters: Parameters) -> None:
         super().__init__()
         self.option, self._parameters = option, parameters
         self._optimizer: Callable[[], Optimizer | None] = lambda: None
-        self.sent: dict[int, Tensor] = {}
+        self.sent: dict[int, int] = {}
         self.hidden: list[tuple[dict[str, Any], Tensor, Tensor]] = []
+        check_unscaling()
 
     @property
     def is_sent(self) -> bool:
         """Whether the next step sends the momentum."""
         optimizer = self._optimizer()
-        states = [] if optimizer is None else (optimizer.state.get(each, {}) for each in self._parameters().values())
-        return self.option.is_sent(int(next((state["step"] for state in states if "step" in state), 0)))
+        states = [] if optimizer is None else [optimizer.state.get(each, {}) for each in self.watched()]
+        return self.option.is_sent(max((int(state["step"]) for state in states if "step" in state), default=0))
 
     def watched(self) -> list[Tensor]:
         return list(self._parameters().values())
 
-    def note_step(self, optimizer: Optimizer) -> None:
-        self.attach(optimizer)
+    def attach(self, optimizer: Optimizer) -> None:
+        """Take the momenta of an optimizer from now on; gradients that are there are of no step of it."""
+        self._optimizer = weakref.ref(optimizer)
+        self.sent.clear()
 
     def check_unscale(self, optimizer: Optimizer) -> None:
         """ShardingError if an optimizer holds gradients that are momenta: the loss was scaled, they were not."""
         if any(id(each) in self.sent for group in optimizer.param_groups for each in group["params"]):
             problem = "the loss is scaled, the momentum is not"
             raise ShardingError(self.option.text, "with a GradScaler", problem, "use bfloat16 without one")
-
-    def attach(self, optimizer: Optimizer) -> None:
-        """Take the steps of an optimizer from now on."""
-        if self._optimizer() is not optimizer:
-            self._optimizer = weakref.ref(optimizer)
-            optimizer.register_step_pre_hook(self._hide)
-            optimizer.register_step_post_hook(self._step)
 
     def of(self, names: Iterable[str]) -> list[Tensor]:
         """The momenta of parameters, whose gradients are momenta from now on."""
@@ -69,32 +65,39 @@ class MomentumSteps(StepWatcher):
 
     def _momentum(self, name: str, parameter: Tensor) -> Tensor:
         """The momentum of a parameter. OrderError if a gradient is there: a momentum cannot be added to it."""
-        optimizer = self._optimizer()
-        if parameter.grad is not None:
-            what, problem = f"parameter {name!r} has a gradient", "the momentum of a step is made by one backward"
-            raise OrderError("backward", what, problem, "call optimizer.zero_grad() before it, and give whole batches")
+        optimizer, backward = self._optimizer(), torch._C._current_graph_task_id()
+        if parameter.grad is not None or self.sent.get(id(parameter)) == backward:
+            what, problem = f"parameter {name!r} has a gradient already", "a momentum is that of one loss"
+            remedy = "call optimizer.zero_grad(set_to_none=True) before it, and give whole batches"
+            raise OrderError("backward", what, problem, remedy)
         state = {} if optimizer is None else optimizer.state.get(parameter, {})
         if "exp_avg" not in state:
             what, problem = f"parameter {name!r}", "its optimizer has no momentum of it"
             remedy = "let all parameters be trained before, by one torch.optim.Adam or AdamW"
             raise ShardingError(self.option.text, what, problem, remedy)
-        self.sent[id(parameter)] = parameter
+        self.sent[id(parameter)] = backward
         momentum: Tensor = state["exp_avg"]
         return momentum
 
-    def _hide(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def note_whole_gradients(self) -> None:
+        """Gradients of a backward are no momenta."""
+        self.sent.clear()
+
+    def note_begin(self, optimizer: Optimizer, has_closure: bool) -> None:
         """Take gradients away, so that the optimizer leaves their parameters as they are."""
-        pairs = [(group, each) for group in optimizer.param_groups for each in group["params"]]
-        own = [(group, each) for group, each in pairs if each.grad is not None and self._is_own(optimizer, each)]
-        if own:
-            self._check(optimizer, [group for group, _ in own], len(args) > 1 or bool(kwargs))
-        self.hidden = [(group, each, each.grad) for group, each in own]
+        self._optimizer = weakref.ref(optimizer)
+        for _, each, gradient in self.hidden:  # of a step that failed
+            each.grad = gradient
+        watched = {id(each) for each in self.watched()}
+        pairs = [(group, each) for group in optimizer.param_groups for each in group["params"] if id(each) in watched]
+        self._check(optimizer, [group for group, _ in pairs], has_closure and self.is_sent)
+        self.hidden = [
+            (group, each, each.grad)
+            for group, each in pairs
+            if each.grad is not None and (id(each) in self.sent or VARIANCE_STEPS in optimizer.state.get(each, {}))
+        ]
         for _, each, _ in self.hidden:
             each.grad = None
-
-    def _is_own(self, optimizer: Optimizer, parameter: Tensor) -> bool:
-        """Whether the momentum of a parameter is sent, or was."""
-        return id(parameter) in self.sent or VARIANCE_STEPS in optimizer.state.get(parameter, {})
 
     def _check(self, optimizer: Optimizer, groups: Iterable[Mapping[str, Any]], has_closure: bool) -> None:
         """ShardingError for an optimizer that does something else."""
@@ -114,7 +117,7 @@ class MomentumSteps(StepWatcher):
             raise ShardingError(who, wrong, problem, remedy)
 
     @torch.no_grad()
-    def _step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def note_step(self, optimizer: Optimizer) -> None:
         """Adam's step, with a momentum and the variance as they are, or of a whole gradient."""
         hidden, self.hidden = self.hidden, []
         for group, parameter, gradient in hidden:

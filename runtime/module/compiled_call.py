@@ -223,9 +223,13 @@ class CompiledCall:
 
     def _momenta(self) -> dict[int, Tensor]:
         """The optimizer's momentum of parameters, by index of the program's inputs."""
-        inputs, steps = self.program.inputs, self.feedback.momentum
-        found = {i: put.name for i, put in enumerate(inputs) if put.kind == "momentum"}
-        return dict(zip(found, steps.of(found.values()), strict=True)) if steps is not None else {}
+        steps = self.feedback.momentum
+        found = {i: put.name for i, put in enumerate(self.program.inputs) if put.kind == "momentum"}
+        if steps is None:
+            return {}
+        if not found:
+            steps.note_whole_gradients()
+        return dict(zip(found, steps.of(found.values()), strict=True))
 
     def _tangents(self, gradients: Values) -> list[Tensor | None]:
         """The incoming gradients of the outputs as inputs of the program; zeros for outputs without one."""

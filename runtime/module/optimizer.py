@@ -40,6 +40,9 @@ class StepWatcher:
         """The watched parameters that are alive."""
         return [tensor for tensor in (reference() for reference in self._watched) if tensor is not None]
 
+    def note_begin(self, optimizer: Optimizer, has_closure: bool) -> None:
+        """An optimizer is about to write parameters."""
+
     def note_step(self, optimizer: Optimizer) -> None:
         """An optimizer has written parameters."""
         raise NotImplementedError
@@ -74,16 +77,25 @@ def _warn_of_copied(optimizer: Optimizer) -> None:
             return
 
 
-def _tell_watchers(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    _warn_of_copied(optimizer)
+def _watchers_of(optimizer: Optimizer) -> list[StepWatcher]:
+    """Those who watch a parameter of an optimizer."""
     watched = [(watcher, tensors) for watcher in _watchers if (tensors := watcher.watched())]
     stepped = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]} if watched else ()
-    for watcher, tensors in watched:
-        if any(id(tensor) in stepped for tensor in tensors):
-            watcher.note_step(optimizer)
+    return [watcher for watcher, tensors in watched if any(id(tensor) in stepped for tensor in tensors)]
 
 
-register_optimizer_step_post_hook(_tell_watchers)
+def _tell_of_begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for watcher in _watchers_of(optimizer):
+        watcher.note_begin(optimizer, len(args) > 1 or bool(kwargs))
+
+
+def _tell_of_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    _warn_of_copied(optimizer)
+    for watcher in _watchers_of(optimizer):
+        watcher.note_step(optimizer)
+
+
+register_optimizer_step_post_hook(_tell_of_step)
 
 
 def whole_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
@@ -128,6 +140,7 @@ def _is_stored_as(state: Tensor, parameter: GlobalTensor) -> bool:
 
 
 register_optimizer_step_pre_hook(_cut_loaded_state)
+register_optimizer_step_pre_hook(_tell_of_begin)
 
 
 def keep_state_of_meta(optimizer: Optimizer) -> None:
@@ -161,6 +174,11 @@ def share_overflows(device_mesh: DeviceMesh, agreement: Agreement | None, pipeli
     this replaces a method of GradScaler; optimizers without parameters on such a mesh are not affected.
     """
     _PIPELINES[device_mesh] = pipeline, None if agreement is None else Gate(agreement, "", "1")
+    check_unscaling()
+
+
+def check_unscaling() -> None:
+    """Let watchers refuse that ``GradScaler`` unscales gradients."""
     torch.amp.GradScaler._unscale_grads_ = _unscale_on_all_ranks  # type: ignore[assignment,method-assign]
 
 

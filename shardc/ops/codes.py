@@ -162,7 +162,7 @@ def _encode_blocks(blocks: Tensor, codec: Codec) -> Tensor:
     if codec.name.startswith(TOPK):
         places = blocks.abs().topk(codec.header // KEPT, 1).indices
         kept = blocks.gather(1, places).to(torch.bfloat16)
-        return torch.cat([places.to(torch.int16).view(torch.uint8), kept.view(torch.uint8)], 1)
+        return torch.cat([places.to(torch.uint8), kept.view(torch.uint8)], 1)
     scale = _scale(blocks.abs(), codec).float()
     scaled = blocks / torch.where(scale > 0, scale, 1)  # of a block with a nan or inf the scale is one, and all is nan
     return torch.cat([scale.view(torch.uint8), _round(scaled, codec)], 1)
@@ -189,10 +189,12 @@ def _decode(rows: Tensor, codec: Codec, dtype: torch.dtype, adds: bool = False) 
 
 def _decode_blocks(blocks: Tensor, codec: Codec, dtype: torch.dtype) -> Tensor:
     if codec.name.startswith(TOPK):
-        places, kept = blocks.split(codec.header // 2, -1)
+        count = codec.header // KEPT
+        places, kept = blocks.split([count, codec.header - count], -1)
         values = blocks.new_zeros((*blocks.shape[:-1], codec.block), dtype=dtype)
-        places = places.contiguous().view(torch.int16).long()
-        return values.scatter_(-1, places, kept.contiguous().view(torch.bfloat16).to(dtype))
+        return values.scatter_(
+            -1, places.long(), kept.clone(memory_format=torch.contiguous_format).view(torch.bfloat16).to(dtype)
+        )
     scale = blocks[..., : codec.header].contiguous().view(torch.float32)
     return _unround(blocks[..., codec.header :], codec).to(dtype) * scale
 

@@ -85,6 +85,35 @@ def test_what_is_sent_and_what_is_left_out_are_the_whole_gradient(name: str, cod
         torch.testing.assert_close(found, gradient, rtol=1e-6, atol=1e-8, msg=path)
 
 
+@pytest.mark.parametrize("codec", CODECS)
+def test_replicas_stay_equal_where_sums_of_two_steps_hold_tensors_of_other_ranks(codec: str) -> None:
+    """A block of codes has elements of one tensor, in every step: else what a rank has of one decided on another."""
+    model, call = net()
+    annotations = {"x": P("dp", None), "y": P("dp"), "up.weight": P("tp"), "down.weight": P(None, "tp")}
+    mesh = Mesh(node=2, dp=2, tp=3)
+    data = {"x": P(("node", "dp")), "y": P(("node", "dp"))}
+    compiled = compile(model, mesh, annotations | data, args=call, wire={"node": codec})
+    gradients = compiled.simulate(*call)[1]  # which compares replicas
+    assert all(each is not None and each.isfinite().all() for each in gradients.values())
+
+
+def test_residuals_have_the_names_of_their_gradients_behind_a_bucket_too() -> None:
+    """With stages of ZeRO over other axes sums follow sums; frozen parameters let the others keep theirs."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)).double()
+    x = torch.randn(8, 4, 64, dtype=torch.float64)
+    zero = Zero("dp", 1)
+    annotations = {"input": P("dp", "cp")}
+    parallel = shardc.parallelize(model, Mesh(dp=2, cp=2), annotations, zero=zero, wire={"dp": "1bit"})
+    parallel(x).square().mean().backward()
+    residuals = {name: each.sum(0) for name, (each,) in parallel.shardc.feedback.residuals.by_name().items()}
+    model(x).square().mean().backward()
+    assert residuals.keys() == dict(model.named_parameters()).keys()
+    for (name, own), other in zip(model.named_parameters(), parallel.parameters(), strict=True):
+        assert own.grad is not None and other.grad is not None
+        torch.testing.assert_close(other.grad + residuals[name], own.grad, rtol=1e-6, atol=1e-9, msg=name)
+
+
 @pytest.mark.parametrize(("codec", "stage"), [("1bit", None), ("topk:0.02", 2), ("1bit", 3)])
 def test_ranks_of_a_job_train_as_virtual_ranks_and_go_on_from_a_checkpoint(
     gloo: GlooPool, tmp_path: Path, codec: str, stage: Literal[2, 3] | None

@@ -60,14 +60,15 @@ def batches(dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(8, 40, generator=generator).to(dtype) for _ in range(STEPS)]
 
 
-def expected(option: Momentum) -> list[Tensor]:
-    """The parameters of one device, whose variance is renewed in steps with whole gradients alone."""
+def expected(option: Momentum, steps: int = STEPS, further: int | None = None) -> list[Tensor]:
+    """The parameters of one device, whose variance is renewed in steps with whole gradients alone; ``further``: one."""
     model = net(torch.float64)
     first, second = OPTIONS["betas"]  # type: ignore[misc]
     states = [[torch.zeros_like(each) for _ in range(2)] for each in model.parameters()]
     renewed = 0
-    for i, x in enumerate(batches(torch.float64)):
-        is_whole = i < option.after or (option.every is not None and (i - option.after + 1) % option.every == 0)
+    for i, x in enumerate(batches(torch.float64)[:steps]):
+        is_renewed = option.every is not None and (i - option.after + 1) % option.every == 0
+        is_whole = i < option.after or is_renewed or i == further
         renewed += is_whole
         gradients = torch.autograd.grad(model(x), list(model.parameters()))
         with torch.no_grad():
@@ -173,32 +174,94 @@ def started(option: Momentum, make: Any, **options: Any) -> tuple[Any, Any, Tens
         (torch.optim.AdamW, {"amsgrad": True}, "amsgrad=True"),
         (torch.optim.Adam, {"weight_decay": 0.1}, "use AdamW"),
         (torch.optim.NAdam, {}, "neither torch.optim.Adam nor AdamW"),
+        (torch.optim.SGD, {}, "neither torch.optim.Adam nor AdamW"),
     ],
 )
 def test_an_optimizer_that_does_something_else_is_refused(make: Any, options: dict[str, Any], said: str) -> None:
-    """At the first step that is not its own, with nothing changed."""
-    parallel, optimizer, x = started(Momentum(2), make, **options)
-    before = [each.detach().clone() for each in parallel.parameters()]
-    optimizer.zero_grad()
-    parallel(x).backward()
+    """At the first step of all."""
     with pytest.raises(ShardingError) as caught:
-        optimizer.step()
+        started(Momentum(2), make, **options)
     assert said in str(caught.value)
-    assert all(map(torch.equal, before, parallel.parameters()))
 
 
 def test_what_has_no_momentum_is_refused() -> None:
     parallel, optimizer, x = started(Momentum(2), torch.optim.AdamW)
     optimizer.zero_grad()
     parallel(x).backward()
-    with pytest.raises(OrderError, match="zero_grad"):  # gradients that are accumulated
+    with pytest.raises(OrderError, match="set_to_none"):  # gradients that are accumulated
         parallel(x).backward()
+    optimizer.zero_grad()
+    with pytest.raises(OrderError, match="a momentum is that of one loss"):
+        (parallel(x) + parallel(2 * x)).backward()
+    optimizer.zero_grad()
     with pytest.raises(ShardingError, match="a closure"):
         optimizer.step(lambda: parallel(x))
-    parallel, _, x = started(Momentum(2), torch.optim.Adam)
-    parallel.zero_grad()
-    parallel.shardc.feedback.momentum._optimizer().state.clear()
-    assert parallel(x).backward() is None  # its steps are forgotten with it, and begin again
+    parallel(x).backward()  # after an error, and after a batch that is dropped
+    optimizer.zero_grad()
+    parallel(x).backward()
+    optimizer.step()
+
+
+def test_a_loss_that_is_scaled_is_refused() -> None:
+    parallel, optimizer, x = started(Momentum(2), torch.optim.AdamW)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer.zero_grad()
+    scaler.scale(parallel(x)).backward()
+    with pytest.raises(ShardingError, match="GradScaler"):
+        scaler.step(optimizer)
+
+
+@pytest.mark.usefixtures("lossless")
+@pytest.mark.parametrize("is_copy", [False, True])
+def test_states_of_torch_and_copies_go_on(is_copy: bool) -> None:
+    """An optimizer that is not known yet does its first step with a whole gradient, and its own bias correction."""
+    option, data = Momentum(4), batches(torch.float64)
+    make = lambda model: shardc.parallelize(  # noqa: E731
+        model, Mesh(dp=2), {"x": P("dp")}, wire={"dp": LOSSLESS}, momentum=option
+    )
+    parallel = make(net(torch.float64))
+    optimizer = torch.optim.AdamW(parallel.parameters(), **OPTIONS)  # type: ignore[arg-type]
+
+    def step(module: nn.Module, by: torch.optim.Optimizer, x: Tensor) -> None:
+        by.zero_grad()
+        module(x).backward()
+        by.step()
+
+    for x in data[:8]:
+        step(parallel, optimizer, x)
+    twin = copy.deepcopy(parallel) if is_copy else make(Net().double())
+    twin.load_state_dict(parallel.state_dict())
+    other = torch.optim.AdamW(twin.parameters(), **OPTIONS)  # type: ignore[arg-type]
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for x in data[8:10]:
+        step(twin, other, x)
+    for found, wanted in zip(twin.parameters(), expected(option, 10, further=8), strict=True):
+        torch.testing.assert_close(found.detach(), wanted, rtol=1e-10, atol=1e-12)
+    assert [int(each["variance_steps"]) for each in other.state.values()] == [5] * 4
+
+
+@pytest.mark.usefixtures("lossless")
+def test_a_parameter_that_is_frozen_on_the_way_leaves_the_others_as_they_are() -> None:
+    parallel = shardc.parallelize(
+        net(torch.float64), Mesh(dp=2), {"x": P("dp")}, wire={"dp": LOSSLESS}, momentum=Momentum(4, every=2)
+    )
+    optimizer, sent = torch.optim.AdamW(parallel.parameters(), **OPTIONS), []  # type: ignore[arg-type]
+    for i, x in enumerate(batches(torch.float64)):
+        if i == 5:
+            next(parallel.parameters()).requires_grad_(False)
+        optimizer.zero_grad()
+        sent.append(parallel.shardc.feedback.sends_momentum)
+        parallel(x).backward()
+        optimizer.step()
+    assert sent == [False] * 4 + [True, False] * 4
+
+
+def test_what_was_sent_before_a_checkpoint_is_loaded_is_of_no_later_step(tmp_path: Path) -> None:
+    parallel, optimizer, x = started(Momentum(2), torch.optim.AdamW)
+    shardc.save(tmp_path, parallel, optimizer).wait()
+    parallel(x).backward() if parallel.zero_grad() is None else None
+    shardc.load(tmp_path, parallel, optimizer)
+    assert not parallel.shardc.feedback.momentum.sent
 
 
 @pytest.mark.parametrize(
