@@ -33,6 +33,8 @@ from shardc.search.whole import Cost, WholeCompiler, cost_of
 from shardc.wire import Wire, check_wire, wire_on
 
 NUM_OFFLOADED = 3  # plans that do not fit, of which parts are tried in host memory
+NUM_BUDGETS = 4  # of what is saved, until a plan fits
+NUM_RECOMPUTED = 4  # best plans, of which each that computes blocks again is tried with less of that
 NUM_WHOLE = 3  # plans that are compiled whole, with a pipeline and without, at least
 PROMISING = 1.15  # a pipeline is compiled where it is estimated to take no longer than the best plan by this factor
 
@@ -167,21 +169,37 @@ class _Suggesting:
         return [each.plan for each in estimates[:NUM_WHOLE]]
 
     def _variants(self) -> list[Plan]:
-        """The best plan with what is chosen for the whole model: who crosses nodes, a schedule, what is saved."""
+        """The best plan with what is chosen for the whole model: who crosses nodes, a schedule; what the best save."""
         best = self._ranked()[0]
         variants: list[Plan] = []
         if self.task.machine.between is not None and best.pipeline is None:
             variants += [replace(best, axes=axes) for axes in permutations(best.axes) if axes != best.axes]
         if best.pipeline is not None and self.task.pipelines is None:
             variants.append(replace(best, pipeline=replace(best.pipeline, schedule="auto")))
-        if best.remat is not None and self.task.may_recompute and self.task.memory < float("inf"):
-            without = replace(best, remat=None)
-            self._compile([without])
-            if without in self.whole:
-                memory = self.whole[without].memory
-                budget = int(self.task.memory) - (memory["peak"] - memory["saved"])
-                variants += [replace(best, remat=Remat(budget=budget))] if budget > 0 else []
+        for plan in self._ranked()[:NUM_RECOMPUTED]:
+            variants += self._recomputing_less(plan)
         return [*variants, *self._saving_pieces(best)]
+
+    def _recomputing_less(self, plan: Plan) -> Iterator[Plan]:
+        """A plan that saves as much as there is memory for, where it computed all of its blocks again.
+
+        What the peak holds besides changes with what is saved, so that some budgets are tried.
+        """
+        is_short = plan.remat is not None and plan.remat.budget is None and self.task.memory < float("inf")
+        if not is_short or not self.task.may_recompute:
+            return
+        without = replace(plan, remat=None)
+        self._compile([without])
+        if without in self.whole:
+            memory = self.whole[without].memory
+            budget, less = memory["saved"], without
+            for _ in range(NUM_BUDGETS):
+                budget -= self.whole[less].memory["peak"] - int(self.task.memory)
+                less = replace(plan, remat=Remat(budget=budget)) if budget > 0 else less
+                self._compile([less])
+                if less not in self.whole or self._fits(less):
+                    break
+            yield less
 
     def _saving_pieces(self, best: Plan) -> Iterator[Plan]:
         """Where memory is short: the best plan with the option ``saved``, for each axis that does not cut the batch."""

@@ -18,7 +18,7 @@ from torch import nn
 import shardc
 from shardc import Mesh, P, Pipeline, ShardingError, Zero
 from shardc.language.errors import OptionError
-from shardc.language.machine import Link, Machine
+from shardc.language.machine import DEVICES, LINKS, Link, Machine
 from shardc.search.suggestion import Suggestion
 from shardc.verify import verify
 
@@ -301,3 +301,33 @@ def test_ctrl_c_gives_the_best_so_far() -> None:
 
     found = shardc.suggest(model, 4, args=args, links="nvlink", device="h100", progress=interrupt)
     assert found and isinstance(found[0].zero, Zero | None)
+
+
+class Scores(nn.Module):
+    """Blocks over ``[sample, position, width]``, and scores that are returned with the loss, as language models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4))
+        self.head = nn.Linear(64, 512)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for block in self.blocks:
+            x = x + block(x)
+        scores = self.head(x)
+        return scores.square().mean(), scores
+
+
+def test_where_memory_is_short_no_more_is_computed_again_than_must_be() -> None:
+    """The best saves as much as there is memory for, and beats plans that compute all or half of the blocks again."""
+    with torch.device("meta"):
+        model, x = Scores(), torch.empty(16, 256, 64)
+    plain = shardc.compile(model, Mesh(dp=2), {"x": P("dp")}, args=(x,), optimizer="adamw")
+    half, full = (plain.recompile(remat=shardc.Remat("blocks.*", every=every)) for every in (2, 1))
+    limit = (plain.memory["peak"] + half.memory["peak"]) // 2
+    links = Machine({"*": LINKS["nvlink"]}, DEVICES["h100"])
+    fixed = {"pipeline": None, "mesh": "2"}
+    best = shardc.suggest(model, 2, args=(x,), memory=limit, links=links, fix=fixed)[0]
+    others = [each.recompile(links=links).timeline.makespan for each in (half, full)]
+    assert best.memory["peak"] <= limit
+    assert best.seconds < min(others)
