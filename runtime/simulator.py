@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardc.language.mesh import MICROBATCH, Mesh
 from shardc.language.sharding import Sharding
-from shardc.program.program import Program
+from shardc.program.program import OF_BACKWARD, Program
 
 from .comm.comm import Comm
 from .comm.dtensor import pad, shard, unshard
@@ -32,7 +32,7 @@ def simulate(program: Program, inputs: Values, comm: Comm | None = None) -> list
     comm = comm or SimulatedComm(_stage_mesh(program.mesh) if has_stages else program.mesh, _device(inputs))
     runner: Runner = PipelineRunner(program, comm) if has_stages else Executor(program, comm)
     outputs, saved = runner.forward(pieces)
-    is_late = [put.kind in ("tangent", "residual", "momentum") for put in program.inputs]
+    is_late = [put.kind in OF_BACKWARD for put in program.inputs]
     if has_stages and not any(is_late):
         return join_outputs(program, outputs)
     tangents = [[x.clone() if late and x is not None else None for x, late in zip(row, is_late, strict=True)]

@@ -21,13 +21,18 @@ VARIANCE_STEPS = "variance_steps"  # of a parameter's state
 
 
 class MomentumSteps(StepWatcher):
-    """Gives programs the momentum of the optimizer that steps a module's parameters, and does its steps with a new one.
+    """1-bit Adam for the parameters of a module.
 
-    The state of such a parameter gets a number more, ``variance_steps``, how often its variance was renewed: less often
+    Programs get the optimizer's momentum. Parameters whose ``.grad`` is the new momentum are stepped here, while the
+    optimizer steps the others.
+
+    The optimizer's state of such a parameter gets ``variance_steps``: how many gradients its variance is made of, fewer
     than there were steps. State: the ``optimizer``, known from its first step or from a checkpoint; ``sent``, the
     parameters whose ``.grad`` is a momentum now, by id, with the number of the backward that made it; ``hidden``, the
-    options, the parameter and the gradient of each that the optimizer does not step itself, while it steps the others.
+    options, the parameter and the gradient of each that is stepped here, during a step of the optimizer.
     """
+
+    sees_begin = True
 
     def __init__(self, option: Momentum, parameters: Parameters) -> None:
         super().__init__()
@@ -90,7 +95,7 @@ class MomentumSteps(StepWatcher):
             each.grad = gradient
         watched = {id(each) for each in self.watched()}
         pairs = [(group, each) for group in optimizer.param_groups for each in group["params"] if id(each) in watched]
-        self._check(optimizer, [group for group, _ in pairs], has_closure and self.is_sent)
+        self._check(optimizer, {id(group): group for group, _ in pairs}.values(), has_closure and self.is_sent)
         self.hidden = [
             (group, each, each.grad)
             for group, each in pairs

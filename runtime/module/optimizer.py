@@ -26,7 +26,12 @@ from ..tier.files import folder_of
 
 
 class StepWatcher:
-    """Is told of the steps of optimizers that hold one of the parameters that it watches."""
+    """Is told of the steps of optimizers that hold one of the parameters that it watches.
+
+    ``sees_begin``: of their beginning too.
+    """
+
+    sees_begin = False
 
     def __init__(self) -> None:
         self._watched: list[weakref.ref[Tensor]] = []
@@ -77,21 +82,21 @@ def _warn_of_copied(optimizer: Optimizer) -> None:
             return
 
 
-def _watchers_of(optimizer: Optimizer) -> list[StepWatcher]:
+def _watchers_of(optimizer: Optimizer, watchers: Iterable[StepWatcher]) -> list[StepWatcher]:
     """Those who watch a parameter of an optimizer."""
-    watched = [(watcher, tensors) for watcher in _watchers if (tensors := watcher.watched())]
+    watched = [(watcher, tensors) for watcher in watchers if (tensors := watcher.watched())]
     stepped = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]} if watched else ()
     return [watcher for watcher, tensors in watched if any(id(tensor) in stepped for tensor in tensors)]
 
 
 def _tell_of_begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for watcher in _watchers_of(optimizer):
+    for watcher in _watchers_of(optimizer, [each for each in _watchers if each.sees_begin]):
         watcher.note_begin(optimizer, len(args) > 1 or bool(kwargs))
 
 
 def _tell_of_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _warn_of_copied(optimizer)
-    for watcher in _watchers_of(optimizer):
+    for watcher in _watchers_of(optimizer, _watchers):
         watcher.note_step(optimizer)
 
 

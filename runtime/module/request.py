@@ -40,6 +40,11 @@ class CallRequest:
     is_whole: bool = False
 
     @property
+    def sends_momentum(self) -> bool:
+        """Whether its backward sends the optimizer's momentum."""
+        return bool(self.key[-1])
+
+    @property
     def parameters(self) -> list[Tensor]:
         """The model's parameters."""
         return [each for (kind, _), each in self.tensors.items() if kind == "parameter"]

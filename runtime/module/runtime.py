@@ -273,7 +273,8 @@ class ModuleRuntime:
         with torch.inference_mode(False), torch.set_grad_enabled(has_grad):
             with self._telling():
                 fixed, train = self._fixed(request), request.key[0].train
-                compile_fn = self.compile_fn if request.key[-1] else self.feedback.compile_before or self.compile_fn
+                before = self.feedback.compile_before
+                compile_fn = self.compile_fn if before is None or request.sends_momentum else before
                 compile_call = partial(
                     compile_fn, request.model, args=request.args, kwargs=request.kwargs, train=train, fixed=fixed,
                     is_whole_model=request.model is self.model,

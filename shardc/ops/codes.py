@@ -9,7 +9,7 @@ its codes, so that it can be read alone; of ``topk`` it is the places of what is
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ Dims = tuple[int, ...]
 Shapes = tuple[tuple[int, ...], ...]
 CUT = ("reduce_scatter", "all_to_all")  # collectives that send each rank a piece of every value
 JOINED = ("all_gather", "all_to_all")  # collectives that join the pieces that arrive
+BEFORE = 9  # the place of ``before`` among the arguments of ``left_out_rows``, and of ``left_out``
 AT_ONCE = 2**22  # values that are encoded or decoded at a time, since that takes memory of some times as many
 CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}  # codecs without scales: casts
 LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}  # the code of the largest value of a block
@@ -76,16 +77,25 @@ def decode_rows(
     rows = _decode(codes.squeeze(1), by, sum_dtype(dtype), adds=kind == "reduce_scatter")
     if kind == "all_reduce":
         rows = rows.reshape(1, -1)
-    results, start = list[Tensor](), 0
-    for dim, piece, shape in zip(dims, pieces, shapes, strict=True):
-        numel = math.prod(piece)
-        values = rows[:, start : start + numel].to(dtype).reshape(-1, *piece)
-        if kind in JOINED:
-            results.append(values.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, shape[dim]).contiguous())
-        else:
-            results.append(values.reshape(shape))
-        start += numel + -numel % (by.block)
+    results = []
+    for dim, piece, shape, found in zip(dims, pieces, shapes, _values(rows, pieces, by.block), strict=True):
+        values = found.to(dtype).reshape(-1, *piece)
+        results.append(_rejoined(values, dim, shape[dim]).contiguous() if kind in JOINED else values.reshape(shape))
     return tuple(results) if len(results) > 1 else results[0]
+
+
+def _values(rows: Tensor, pieces: Sequence[Dims], block: int) -> Iterator[Tensor]:
+    """Of each value its pieces, a flat one in each row."""
+    start = 0
+    for piece in pieces:
+        numel = math.prod(piece)
+        yield rows[:, start : start + numel]
+        start += numel + -numel % block
+
+
+def _rejoined(pieces: Tensor, dim: int, size: int) -> Tensor:
+    """Pieces joined along a dim, which is cut short to its size."""
+    return pieces.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, size)
 
 
 def add_residual(x: Tensor, residual: Tensor) -> Tensor:
@@ -113,21 +123,20 @@ def left_out_rows(
         left.index_add_(0, index, rest.view(1, -1))
     left = left.mul_(share).nan_to_num_(0.0, 0.0, 0.0)
     left = left.view(1, -1) if kind == "all_reduce" else left
-    results, start = list[Tensor](), 0
-    for x, dim, length in zip(xs, dims, lengths, strict=True):
-        numel = x.numel() // x.shape[dim] * length if kind in CUT else x.numel()
-        values = left[:, start : start + numel]
-        if kind in CUT:
-            others = (*x.shape[:dim], length, *x.shape[dim + 1 :])
-            values = values.unflatten(1, others).movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, x.shape[dim])
-        results.append(values.reshape(1, *x.shape).contiguous())
-        start += numel + -numel % codec_named(codec).block
+    pieces = [
+        (*x.shape[:dim], length, *x.shape[dim + 1 :]) if kind in CUT else tuple(x.shape)
+        for x, dim, length in zip(xs, dims, lengths, strict=True)
+    ]
+    results = []
+    for x, dim, piece, values in zip(xs, dims, pieces, _values(left, pieces, codec_named(codec).block), strict=True):
+        whole = _rejoined(values.reshape(-1, *piece), dim, x.shape[dim]) if kind in CUT else values
+        results.append(whole.reshape(1, *x.shape).contiguous())
     return tuple(results) if len(results) > 1 else results[0]
 
 
 def replace_residuals(*args: Any) -> Tensor | tuple[Tensor, ...]:
     """``left_out_rows``, written over the residuals of the last step where there are some."""
-    before: Sequence[Tensor] = args[9]
+    before: Sequence[Tensor] = args[BEFORE]
     found = left_out_rows(*args)
     results = found if isinstance(found, tuple) else (found,)
     for residual, result in zip(before, results, strict=False):

@@ -63,9 +63,12 @@ class Momentum:
         if not any(map(_has_feedback, (wire or {}).values())):
             what, problem = f"with wire={wire!r}", "nothing is sent in a codec with feedback"
             raise OptionError(self.text, what, problem, "say wire={'dp': '1bit'}")
-        for name, given in (("zero", zero), ("pipeline", pipeline)):
+        unfit = (
+            ("zero", zero, "a rank has a part of the momentum"),
+            ("pipeline", pipeline, "its stages have no feedback"),
+        )
+        for name, given, problem in unfit:
             if given is not None:
-                problem = "a rank has a part of the momentum" if name == "zero" else "its stages have no feedback"
                 raise OptionError(self.text, f"with {name}=", problem, f"leave {name} out, or say int8")
 
 

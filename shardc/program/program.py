@@ -487,6 +487,7 @@ def ends_of(program: Program) -> Iterator[End]:
             yield output, stored.get((kind, output.name)), result
 
 
+OF_BACKWARD = ("tangent", "residual", "momentum")  # kinds of inputs that backward takes
 SMALL_OUTPUT = 1024  # elements
 
 
@@ -519,6 +520,6 @@ def shardings_of(program: Program) -> dict[str, Sharding]:
         if node is not None and output.kind == "output":
             found[output.name] = program.sharding(node)
     for given, node in zip(program.inputs, program.placeholders, strict=True):
-        if given.kind not in ("tangent", "residual", "momentum"):
+        if given.kind not in OF_BACKWARD:
             found[given.name] = program.sharding(node)
     return found

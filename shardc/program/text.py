@@ -10,7 +10,7 @@ from torch import fx
 from shardc.language.mesh import MICROBATCH
 from shardc.language.text import bytes_text, folded, operations_text, over_calls, printable, table
 from shardc.program.communication import ring_of
-from shardc.program.program import Input, Output, Program
+from shardc.program.program import OF_BACKWARD, Input, Output, Program
 from shardc.program.provenance import cause_text
 from shardc.program.traffic import collectives_of
 
@@ -79,7 +79,7 @@ def value_name(program: Program, node: fx.Node) -> str:
 
 
 def _input_name(put: Input) -> str:
-    return f"{put.kind}({put.name})" if put.kind in ("tangent", "residual", "momentum") else put.name
+    return f"{put.kind}({put.name})" if put.kind in OF_BACKWARD else put.name
 
 
 def type_text(program: Program, node: fx.Node) -> str:

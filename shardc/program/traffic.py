@@ -19,7 +19,7 @@ from shardc.program.communication import RowCount, bucket, collective_at, is_col
 from shardc.program.program import Program
 from shardc.program.provenance import cause_text
 from shardc.program.stages import collectives_of_stages, has_stages
-from shardc.wire import CODECS
+from shardc.wire import codec_named
 
 MANY = 2**20  # elements, which fill blocks of any size
 Size = Any  # an int; a sympy.Expr where sizes have names
@@ -108,9 +108,9 @@ def _codecs_text(collectives: Sequence[Collective]) -> Iterator[str]:
         if each.codec:
             sent[each.codec] = sent.get(each.codec, 0) + each.times * each.wire_bytes
     rows = [
-        (name, bytes_text(sent[name]), f"{codec.nbytes(MANY) / (4 * MANY):.3f}", f"{codec.error:.2%}")
-        for name, codec in CODECS.items()
-        if name in sent
+        (name, bytes_text(size), f"{codec.nbytes(MANY) / (4 * MANY):.3f}", f"{codec.error:.2%}")
+        for name, size in sorted(sent.items(), key=lambda each: codec_named(each[0]).error)
+        for codec in (codec_named(name),)
     ]
     if rows:
         yield table(("codec", "wire bytes", "of float32", "error"), rows)

@@ -60,10 +60,9 @@ class Contents:
     def codecs(self, node: fx.Node) -> dict[str, Codec | None]:
         """The codecs that the option has for the axes of a collective; none of one that has to send values.
 
-        One with feedback is for gradients, and for other contents where a key names them.
-
         It has to send whole numbers and the largest of values, and a few activations and sums of them, as a softmax
         over a cut dim needs them; and what was saved, of which much depends on some, as on the sums of attention.
+        A codec with feedback is for gradients, and for other contents where a key names them.
         """
         parts = members(node) if self.wire and is_collective(node) else ()
         if not parts or not all(self._may_be_coded(part) for part in parts):

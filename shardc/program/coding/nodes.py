@@ -32,8 +32,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc.ops.codes import BEFORE, add_residual, decode_rows, encode_rows, left_out_rows, mix_momentum, sum_dtype
 from shardc.ops.codes import add_codes as add_rows
-from shardc.ops.codes import add_residual, decode_rows, encode_rows, left_out_rows, mix_momentum, sum_dtype
 from shardc.wire import VALUES
 
 Arguments = tuple[tuple[Any, ...], ...]  # of each value, those of its collective after the axes
@@ -70,6 +70,7 @@ def left_out(
 ) -> Any:  # fmt: skip
     """What the codes of a collective leave out of its values, times ``share``: ``[ranks, *shape]`` of each.
 
+    ``share``: where several ranks make the same sum, the part that each of them keeps of it.
     ``rests``: what was left out of this rank's own piece, the one of ``index``, after pieces were added. ``before``:
     the residuals of the last step, which a runtime may write over.
     """
@@ -85,7 +86,7 @@ CODINGS: set[Any] = {
 
 def residuals_before(node: fx.Node) -> tuple[fx.Node, ...]:
     """The residuals that a node writes over, whole or local."""
-    found: tuple[fx.Node, ...] = node.args[9] if node.target in (left_out, left_out_rows) else ()  # type: ignore[assignment]
+    found: tuple[fx.Node, ...] = node.args[BEFORE] if node.target in (left_out, left_out_rows) else ()  # type: ignore[assignment]
     return found
 
 

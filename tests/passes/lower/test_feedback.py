@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -244,6 +245,13 @@ def _final_loss(codec: str | None) -> float:
         optimizer.step()
         found += loss.item() / 50 if i >= 250 else 0.0
     return found
+
+
+@pytest.mark.parametrize(("codec", "row"), [("1bit", "0.035"), ("topk:0.02", "0.015")])
+def test_a_dump_has_the_bytes_and_the_error_of_the_codec(codec: str, row: str) -> None:
+    model, call = net(torch.float32)
+    text = compile(model, Mesh(dp=2), DATA, args=call, wire={"dp": codec}).dump()
+    assert re.search(rf"^ *{re.escape(codec)} .* {row} +\d\d\.\d\d%$", text, re.MULTILINE)
 
 
 def test_residuals_are_written_over_and_held_once(gloo: GlooPool) -> None:
