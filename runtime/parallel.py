@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardc.capture.annotations import check_annotations
 from shardc.language.errors import ShardingError, did_you_mean
 from shardc.language.mesh import Mesh
-from shardc.options import Options
+from shardc.options import Options, check_model
 from shardc.options.zero import OPTIMIZER, PARAMETERS
 from shardc.program.program import Program
 
@@ -25,6 +26,7 @@ from .comm.failure import note_failure
 from .execute.executor import Executor, Runner
 from .execute.inductor import InductorExecutor
 from .huggingface.hooks import take_parallel_modules
+from .local.groups import Groups, mesh_of_groups
 from .model_class import module_of
 from .module.conversion import Conversion, conversion_on
 from .module.initial import INITIAL
@@ -48,6 +50,25 @@ def making_together(
     if runtime == "distributed" and isinstance(mesh, Mesh) and isinstance(model, nn.Module):
         start_job(_device_of(model).type)
     return making(ranks_of(mesh, runtime), asked)
+
+
+def groups_of(
+    mesh: Any, runtime: str, model: Any, annotations: Any, make_options: Callable[[], Options], asked: Mapping[str, Any]
+) -> Groups:
+    """The groups of the option ``local``, once all ranks have compared what they are asked.
+
+    Each group then makes a module of its own, on its own mesh.
+    """
+    with making_together(mesh, runtime, model, asked) as meeting:
+        check_model(model)
+        check_annotations(annotations)
+        options = make_options()
+        options.check(Mesh.of(mesh))
+        assert options.local is not None
+        device_mesh = mesh_of_groups(options.local, mesh, runtime, _device_of(model).type)
+        if meeting is not None:
+            meeting.meet(type(model).__name__, "\n".join(making_lines(mesh, meeting.asked)))
+        return Groups(options.local, device_mesh, annotations)
 
 
 def parallel_module(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardc.language.mesh import Mesh
     from shardc.language.partition import P, blocks
     from shardc.language.sharding import Sharding
-    from shardc.options import Momentum, Pipeline, Precision, Remat, Zero
+    from shardc.options import Local, Momentum, Pipeline, Precision, Remat, Zero
     from shardc.passes.reshard.plan_reshard import reshard_plan
     from shardc.program.collective import Collective
     from shardc.program.user_rules import check_rule, register_rule
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from shardc.search.suggestion import Suggestion
 
 __all__ = [
-    "CaptureError", "CheckpointError", "Collective", "CommunicationError", "Compiled", "Costs", "Edge", "Mesh",
+    "CaptureError", "CheckpointError", "Collective", "CommunicationError", "Compiled", "Costs", "Edge", "Local", "Mesh",
     "Momentum", "P", "Pipeline", "Precision", "Remat", "Schedule", "Sharding", "ShardingError", "StageCost",
     "Suggestion", "Zero",
     "annotate", "balance", "blocks", "check_rule", "checkpointable", "compile", "export", "init_parameters", "load",
@@ -50,7 +50,7 @@ _MODULES = {
     "language.mesh": "Mesh",
     "language.partition": "P blocks",
     "language.sharding": "Sharding",
-    "options": "Momentum Pipeline Precision Remat Zero",
+    "options": "Local Momentum Pipeline Precision Remat Zero",
     "passes.reshard.plan_reshard": "reshard_plan",
     "program.collective": "Collective",
     "program.user_rules": "check_rule register_rule",

@@ -26,6 +26,7 @@ from shardc.options import (
     ADAM,
     AUTO,
     BUCKET,
+    Local,
     Momentum,
     Options,
     Pipeline,
@@ -227,6 +228,7 @@ def compile(
     wire: Wire | None = None,
     saved: Saved | None = None,
     momentum: Momentum | None = None,
+    local: Local | None = None,
     fixed: tuple[Pin, ...] = (),
     strict: bool = False,
     cache: str | os.PathLike[str] | None = None,
@@ -267,6 +269,8 @@ def compile(
             counts; None saves values whole.
         momentum: ``Momentum(after=500)`` sends Adam's momentum, in those codecs, in place of gradients (1-bit Adam).
             Compiled are the steps that do so; ``parallelize`` does others before.
+        local: ``Local("dc", every=20)`` lets groups of ranks along an axis train by themselves and meet every so many
+            steps (DiLoCo). Compiled is what one group runs; inputs that are cut over the axis have those of all.
         fixed: shardings that are settled already and stand above annotations.
         strict: a ShardingError for every op that has no rule and every gather that no annotation asks for.
         cache: a folder in which what passes make of a captured model is kept, for later processes. It may be shared;
@@ -288,7 +292,7 @@ def compile(
         (<all_reduce_tp: all_reduce over tp, forward, 48 bytes sent>,)
     """
     described, machine = Mesh.of(mesh), machine_of(links)
-    options = Options(zero, precision, remat, bucket, pipeline, machine, optimizer, attention, wire, saved, momentum)
+    options = Options(zero, precision, remat, bucket, pipeline, machine, optimizer, attention, wire, saved, momentum, local)
     request = Request(described, annotations or {}, args, kwargs or {}, train, differentiable, options, fixed, strict)
     kept = Cache(Path(cache)) if isinstance(cache, (str, os.PathLike)) else cache
     return _compiled(model, request, cache=kept)
@@ -362,6 +366,7 @@ def parallelize(
     wire: Wire | None = None,
     saved: Saved | None = None,
     momentum: Momentum | None = None,
+    local: Local | None = None,
     strict: bool = False,
     initial: Literal["broadcast", "check", "trust"] = "broadcast",
     check: Literal["first", "always", "never"] = "always",
@@ -412,7 +417,7 @@ def parallelize(
         (True, torch.Size([4, 8]))
     """
     from shardc.runtime.checkpoint.weights import weights_of
-    from shardc.runtime.parallel import making_together, parallel_module
+    from shardc.runtime.parallel import groups_of, making_together, parallel_module
 
     has_call = args is not None or kwargs is not None
     args, kwargs = () if args is None else args, {} if kwargs is None else kwargs
@@ -420,23 +425,30 @@ def parallelize(
         "annotations": annotations, "differentiable": differentiable, "zero": zero, "pipeline": pipeline,
         "precision": precision, "remat": remat, "bucket": bucket, "links": links, "optimizer": optimizer,
         "attention": attention, "wire": wire, "saved": saved,
-        "momentum": momentum, "strict": strict,
+        "momentum": momentum, "local": local, "strict": strict,
     }  # fmt: skip
+
+    def options() -> Options:
+        machine, common = machine_of(links), (attention, wire, saved, momentum, local)
+        return Options(zero, precision, remat, bucket, pipeline, machine, optimizer, *common)
+
+    groups = None if local is None else groups_of(mesh, runtime, model, annotations or {}, options, asked)
+    if groups is not None:
+        mesh, asked["local"] = groups.mesh, groups.option.among(groups.comm.mesh)
     with making_together(mesh, runtime, model, {**asked, "cache": cache is not None}) as meeting:
         check_model(model)
         check_annotations(annotations or {})
         check_draw(seed, 0)
-        options = Options(
-            zero, precision, remat, bucket, pipeline, machine_of(links), optimizer, attention, wire, saved, momentum
-        )
         check_call(args, kwargs, True, differentiable, strict)
         kept = None if cache is None else Cache(Path(cache), None if meeting is None else meeting.agreement)
         compile_fn = partial(_compile_call, mesh=mesh, cache=kept, **asked)
         values = None if weights is None else weights_of(model, weights, partial(_initial_values, model))
         module = parallel_module(
-            model, mesh, compile_fn, runtime, compile, options, initial, has_call, check, meeting, values
+            model, mesh, compile_fn, runtime, compile, options(), initial, has_call, check, meeting, values
         )
         module.shardc.seed = seed
+        if groups is not None:
+            module.shardc.take_outer_steps(groups, bucket, initial)
         if momentum is not None:
             before = {"wire": momentum.before, "momentum": None}
             compile_before = partial(_compile_call, mesh=mesh, cache=kept, **asked | before)

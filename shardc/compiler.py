@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from shardc.capture.annotations import Matched, Spec, idle_error, match, note_of, resolve, unused_annotations
-from shardc.capture.call import CallingConvention
+from shardc.capture.annotations import Matched, Spec, dims_of_groups, idle_error, match, note_of, resolve, unused_annotations
+from shardc.capture.call import CallingConvention, part_of_call, part_of_group
 from shardc.capture.capture import Captured, capture, is_same_capture
 from shardc.capture.containers import flatten, rebuild
 from shardc.capture.microbatches import check_loss, empty_microbatches, with_microbatches
@@ -249,7 +250,8 @@ def capture_model(model: nn.Module, request: Request, matched: Matched, symbols:
 
     ``symbols``: for dims of inputs that may have other sizes.
     """
-    return capture(model, request.args, request.kwargs, **_about_capture(request, matched), symbols=symbols)
+    args, kwargs = _call_of_group(model, request)
+    return capture(model, args, kwargs, **_about_capture(request, matched), symbols=symbols)
 
 
 def keep_capture(known: Compiled, model: nn.Module, request: Request, matched: Matched) -> Captured:
@@ -261,7 +263,8 @@ def keep_capture(known: Compiled, model: nn.Module, request: Request, matched: M
     captured = known.captured
     if captured is None:
         return capture_model(model, request, matched)
-    if is_same_capture(captured, model, request.args, request.kwargs, **_about_capture(request, matched)):
+    args, kwargs = _call_of_group(model, request)
+    if is_same_capture(captured, model, args, kwargs, **_about_capture(request, matched)):
         has_same_rules = all(op_rule(target) is entry for target, entry in known.rules.items())
         return captured if has_same_rules else replace(captured, program=captured.program.unbound())
     try:
@@ -271,6 +274,17 @@ def keep_capture(known: Compiled, model: nn.Module, request: Request, matched: M
             problem = "the model has to be captured again, by values of its inputs, of which the types alone were kept"
             raise CaptureError(error.who, problem, "say args= and kwargs= too, with values") from error
         raise
+
+
+def _call_of_group(model: nn.Module, request: Request) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """The example inputs of one group of ranks, where groups train by themselves."""
+    local, mesh = request.options.local, request.mesh
+    if local is None or mesh.axis_size(local.axis) == 1:
+        return request.args, request.kwargs
+    dims = dims_of_groups(request.annotations, model, request.args, request.kwargs, mesh, local.axis)
+    count = mesh.axis_size(local.axis)
+    parts = {name: partial(part_of_group, count=count, index=0, dim=dim, name=name) for name, dim in dims.items()}
+    return part_of_call(model.forward, request.args, request.kwargs, parts)
 
 
 def _about_capture(request: Request, matched: Matched) -> dict[str, Any]:
@@ -289,6 +303,8 @@ def resolve_pins(captured: Program, request: Request, matched: Matched) -> tuple
 def first_program(captured: Program, request: Request, pins: tuple[Pin, ...]) -> Program:
     """The captured program with mesh, options and pins: what the first pass takes."""
     options, notes = request.options, captured.notes
+    if options.local is not None:
+        options = replace(options, local=options.local.among(request.mesh))
     mesh = options.compute_mesh(request.mesh)
     fixed = {(pin.kind, pin.name) for pin in request.fixed}
     pins = (*(pin for pin in pins if (pin.kind, pin.name) not in fixed), *request.fixed)

@@ -59,22 +59,27 @@ _groups: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup]] = 
 
 
 def process_group_of(ranks: Sequence[int]) -> ProcessGroup:
-    """The job's process group of these ranks, with its timeout; made by them at the first call.
-
-    A CommunicationError once one of them is gone. A ShardingError on all of them if they are in different numbers of
-    groups: torch makes the name under which they find each other from that number, and would wait for the timeout.
-    """
+    """The job's process group of these ranks, with its timeout; made by them at the first call."""
     job, key = dist.group.WORLD, tuple(sorted(ranks))
     assert job is not None
     known = _groups.setdefault(job, {})
     if key not in known:
-        if not meet(key, "making a process group", len(dist.distributed_c10d._world.pg_names)):
-            what, problem = "making their process group", "some of them are in more groups than others, as torch counts"
-            remedy = "make the meshes of all ranks, and run their modules once, before meshes of some ranks"
-            raise ShardingError(ranks_text(key), what, problem, remedy)
-        desc = f"mesh_{'-'.join(map(str, key))}"  # as torch names those of a DeviceMesh
-        known[key] = dist.new_group(list(key), job_timeout(), use_local_synchronization=True, group_desc=desc)
+        known[key] = new_process_group(key)
     return known[key]
+
+
+def new_process_group(ranks: Sequence[int]) -> ProcessGroup:
+    """A process group of these ranks, with the job's timeout; they alone make it.
+
+    A CommunicationError once one of them is gone. A ShardingError on all of them if they are in different numbers of
+    groups: torch makes the name under which they find each other from that number, and would wait for the timeout.
+    """
+    if not meet(ranks, "making a process group", len(dist.distributed_c10d._world.pg_names)):
+        what, problem = "making their process group", "some of them are in more groups than others, as torch counts"
+        remedy = "make the meshes of all ranks, and run their modules once, before meshes of some ranks"
+        raise ShardingError(ranks_text(ranks), what, problem, remedy)
+    desc = f"mesh_{'-'.join(map(str, ranks))}"  # as torch names those of a DeviceMesh
+    return dist.new_group(list(ranks), job_timeout(), use_local_synchronization=True, group_desc=desc)
 
 
 def limit_timeout(process: ProcessGroup) -> None:

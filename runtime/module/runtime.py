@@ -33,6 +33,8 @@ from ..comm.comm import Comm
 from ..comm.failure import telling_others, waiting
 from ..execute.executor import Executor, Runner
 from ..feedback.feedback import Feedback
+from ..local.groups import Groups
+from ..local.outer import OuterSteps
 from ..tensor.reduction import complete_norms
 from .accumulation import Accumulation, reduce_now
 from .call_sizes import CallSizes
@@ -75,6 +77,7 @@ class ModuleRuntime:
         self.conversion, self.compile_fn, self._make_runner = conversion, compile_fn, make_runner
         self._gathered, self._accumulation = conversion.gathered_parameters(), Accumulation()
         self.feedback = Feedback()
+        self.outer: OuterSteps | None = None
         self._shardings: dict[tuple[str, str], Sharding] = {}  # of parameters and buffers, by kind and name
         self._computed_shardings: dict[tuple[str, str], Sharding] = {}  # of parameters that are stored in another one
         self.variants: OrderedDict[tuple[Signature, *Key], Variants] = OrderedDict()
@@ -99,8 +102,10 @@ class ModuleRuntime:
         with telling_others():
             complete_norms()
             request = self._request(args, kwargs, Kind.FORWARD, model or self.model)
-            random_key, parameters = (self.seed, self.step), request.parameters
+            random_key, parameters = (self.seed + self._group, self.step), request.parameters
             variants = self._compiled(request)
+            if self.outer is not None:
+                self.outer.begin()
             self.step += request.is_training
             result = variants.run(
                 lambda call: call(request, random_key),
@@ -114,6 +119,11 @@ class ModuleRuntime:
         """Compile a call without running it; parameters get their shardings."""
         with telling_others():
             self._compiled(self._request(args, kwargs, Kind.COMPILE, self.model))
+
+    @property
+    def _group(self) -> int:
+        """The number of the group of ranks that train by themselves, which draws numbers of its own."""
+        return 0 if self.outer is None else self.outer.groups.index
 
     @property
     def program(self) -> Any:
@@ -167,6 +177,11 @@ class ModuleRuntime:
         with override_attribute(self, "_returns_whole", True):
             yield
 
+    def take_outer_steps(self, groups: Groups, bucket: int, initial: str) -> None:
+        """Train as one of several groups, which start alike and meet in outer steps."""
+        number = 0 if self.gate is None else int(self.gate.key)
+        self.outer = OuterSteps(groups, self.model, bucket, initial, number)
+
     def forget_gathered(self) -> None:
         """Forget what was gathered of parameters: their values may change now."""
         if self._gathered is not None:
@@ -197,6 +212,8 @@ class ModuleRuntime:
     ) -> CallRequest:  # fmt: skip
         """What a call of the model or of a view of it asks for."""
         with self._telling():
+            if self.outer is not None:
+                args, kwargs = self.outer.groups.part_of_call(model, args, kwargs)
             latest = self._latest_states.setdefault(getattr(model, "path", ""), LatestState())
             state, tensors = latest.read(model)
             self.conversion.check(tensors)

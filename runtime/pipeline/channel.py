@@ -15,8 +15,9 @@ from shardc.program.stages import Crossing
 from shardc.schedules.schedule import ALL
 
 from ..comm.checksum import raw_bytes
-from ..comm.failure import announce, job_timeout, meet, waiting
+from ..comm.failure import announce, job_timeout, waiting
 from ..comm.messages import SMALL
+from ..comm.process_group import new_process_group
 
 Message = list[list[Tensor]]  # for each of a stage's ranks in this process, the values of a crossing
 MessageId = tuple[Crossing, int]  # the microbatch, or ALL for a message that is sent once a step
@@ -59,10 +60,9 @@ class RankChannel:
 
     def __init__(self, lines: Sequence[Sequence[int]], device: torch.device, axis: str) -> None:
         self.device, self.axis, self.timeout, rank = device, axis, job_timeout(), dist.get_rank()
-        meet([each for line in lines for each in line], f"making the process groups of {axis}")
-        # Every rank makes the groups of all lines, in one order: torch.distributed demands it.
-        pairs = [(line, [dist.new_group(list(line), self.timeout) for _ in ("earlier", "later")]) for line in lines]
-        self.line, self.process_groups = next((line, groups) for line, groups in pairs if rank in line)
+        self.line = next(line for line in lines if rank in line)
+        # By its own ranks alone: a pipeline may be on a part of the job.
+        self.process_groups = [new_process_group(self.line) for _ in ("earlier", "later")]
         announce(self)
         self.at = self.line.index(rank)
         self.place: tuple[int, ...] = ()

@@ -90,6 +90,33 @@ def annotations_about(
     return {p: spec for p, spec in annotations.items() if any(kind != "output" for kind, _ in named_by(p, names))}
 
 
+def dims_of_groups(
+    annotations: Mapping[str, Spec], model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any],
+    mesh: Mesh, axis: str,
+) -> dict[str, int]:  # fmt: skip
+    """The dim of each input of a call that is cut over groups of ranks along an axis; they have all parameters.
+
+    Raises a ShardingError for a parameter that is cut by the axis, and for an input that another axis cuts before.
+    """
+    entries = match(annotations, model, args, kwargs, mesh).entries
+    cut = [entry for entry in entries if axis in entry.spec.axes and entry.kind in ("param", "input")]
+    problem = f"groups along {axis} have all parameters, each of its own"
+    raise_all([
+        ShardingError(entry.who("parameter"), repr(entry.spec), problem, f"leave {axis!r} out")
+        for entry in cut if entry.kind == "param"
+    ])  # fmt: skip
+    return {entry.name: _first_cut(entry, axis) for entry in cut}
+
+
+def _first_cut(entry: Match, axis: str) -> int:
+    """The dim that an axis cuts before all other axes."""
+    for dim, given in enumerate(entry.spec.entries):
+        if (given[0] if isinstance(given, tuple) and given else given) == axis:
+            return dim
+    problem = f"groups along {axis} have a stretch each of a dim"
+    raise ShardingError(entry.who("input"), repr(entry.spec), problem, f"name {axis!r} before the other axes of the dim")
+
+
 def check_annotations(annotations: Any) -> None:
     """Raise a ShardingError for annotations that are no mapping."""
     if not isinstance(annotations, Mapping):

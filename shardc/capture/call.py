@@ -196,6 +196,27 @@ def rebuild_call(
     return bound.args, bound.kwargs
 
 
+def part_of_call(
+    forward: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    parts: Mapping[str, Callable[[torch.Tensor], torch.Tensor]],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call with parts of its tensors, by the names of the leaves."""
+    leaves, _ = call_leaves(forward, args, kwargs)
+    tensors = {name: parts[name](leaf) for name, leaf in leaves if name in parts and isinstance(leaf, torch.Tensor)}
+    return rebuild_call(forward, args, kwargs, tensors)
+
+
+def part_of_group(tensor: torch.Tensor, count: int, index: int, dim: int, name: str) -> torch.Tensor:
+    """The part of an input that one of ``count`` groups of ranks has. ShardingError if parts are not equal."""
+    size = tensor.shape[dim]
+    if size % count:
+        problem, remedy = f"{count} groups have equal parts of it", f"give {size - size % count or count} in place of {size}"
+        raise ShardingError(f"input {name!r}", f"dim {dim} has size {size}", problem, remedy)
+    return tensor.narrow(dim, size // count * index, size // count)
+
+
 def names_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """By kind (``param``, ``input``, ``module``) every name that a pattern may match, with the first name of its value.
 

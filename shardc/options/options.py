@@ -10,6 +10,7 @@ from shardc.language.machine import Machine
 from shardc.language.mesh import Mesh
 from shardc.wire import Wire, check_wire
 
+from .local import Local
 from .momentum import Momentum
 from .pipeline import Pipeline
 from .precision import Precision
@@ -33,6 +34,7 @@ class Options:
     ``OPTIMIZERS``, whose states count as memory and whose step counts as time. ``attention``: how it is computed where
     positions are cut, one of ``ATTENTIONS``. ``wire``: the codecs of what is sent, as ``shardc/wire.py`` has them.
     ``saved``: the axes that cut values while they are saved for backward. ``momentum``: when it is sent.
+    ``local``: which groups of ranks train by themselves.
     """
 
     zero: Zero | None = None
@@ -46,6 +48,7 @@ class Options:
     wire: Wire | None = field(default=None, hash=False)
     saved: Saved | None = field(default=None, hash=False)
     momentum: Momentum | None = None
+    local: Local | None = None
 
     @property
     def optimizer_states(self) -> int:
@@ -68,12 +71,18 @@ class Options:
         return self.zero is not None and self.zero.to != HOST
 
     def stage_mesh(self, mesh: Mesh) -> Mesh:
-        """The mesh of annotations: with a pipeline the ranks of one stage, else all of them."""
+        """The mesh of annotations: with a pipeline the ranks of one stage, else all of them; of one of several groups."""
+        mesh = self.group_mesh(mesh)
         return self.pipeline.stage_mesh(mesh) if self.pipeline else mesh
 
     def compute_mesh(self, mesh: Mesh) -> Mesh:
         """The mesh of the program: with a pipeline the ranks of one stage and an axis of microbatches, else all."""
+        mesh = self.group_mesh(mesh)
         return self.pipeline.compute_mesh(mesh) if self.pipeline else mesh
+
+    def group_mesh(self, mesh: Mesh) -> Mesh:
+        """The mesh of a group that trains by itself; without the option ``local`` all ranks."""
+        return mesh if self.local is None else self.local.group_mesh(mesh)
 
     def check(self, mesh: Mesh) -> None:
         """Raise an OptionError for an option that has a wrong type or does not fit the mesh."""
@@ -87,6 +96,8 @@ class Options:
             check_saved(self.saved, self.stage_mesh(mesh))
         if self.momentum is not None:
             self.momentum.check(mesh, self.wire, self.zero, self.pipeline)
+        if self.local is not None:
+            self.local.check(mesh, self.zero, self.pipeline, self.momentum)
         if self.zero and self.pipeline and self.pipeline.axis in self.zero.axes:
             what, problem = f"with Pipeline({self.pipeline.axis!r})", "a parameter is held by the ranks of one stage"
             raise OptionError(f"Zero({self.zero.axis!r})", what, problem, "name another axis in one of them")
@@ -125,4 +136,5 @@ KINDS: Mapping[str, tuple[type, str]] = {  # of options, each with an example
     "remat": (Remat, "Remat('blocks.*')"),
     "pipeline": (Pipeline, "Pipeline('pp', microbatches=8)"),
     "momentum": (Momentum, "Momentum(after=500)"),
+    "local": (Local, "Local('dc', every=20)"),
 }

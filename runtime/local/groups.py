@@ -1,0 +1,129 @@
+"""The groups of a job that train by themselves: their meshes, the part of a batch of each, and one model for all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardc.capture.annotations import Spec, dims_of_groups
+from shardc.capture.call import call_leaves, part_of_call, part_of_group
+from shardc.language.errors import OptionError, ShardingError
+from shardc.language.mesh import Mesh
+from shardc.options import Local
+
+from ..comm.checksum import checksum
+from ..comm.comm import Traffic
+from ..comm.distributed import TorchComm, make_device_mesh, shared_device_mesh
+from ..comm.dtensor import local
+from ..comm.failure import waiting
+from ..comm.process_group import all_gather
+
+
+class Groups:
+    """The groups that an option makes of a job's ranks; this process is in the one at ``index`` of ``count``.
+
+    ``mesh``: of this group, the user's with one rank along the axis. ``line``: the ranks at this place of each group,
+    which store the same shards. ``is_first``: whether it is the first rank of its group. ``traffic``: what it sends.
+    """
+
+    def __init__(self, option: Local, mesh: DeviceMesh, annotations: Mapping[str, Spec]) -> None:
+        self.option, self.annotations, device_mesh = option, annotations, mesh
+        self.comm = TorchComm(device_mesh)
+        self.mesh = _mesh_of_group(device_mesh, option.axis)
+        self.line = self.comm.group((self.comm.mesh.axis(option.axis),))
+        self.index, self.count = self.line.index, self.line.size
+        self.ranks = self.comm.ranks((option.axis,))
+        self.is_first = dist.get_rank() == int(self.mesh.mesh.flatten()[0])
+        self.traffic: Traffic = self.comm.traffic[0]
+        self._dims: dict[tuple[Any, ...], dict[str, int]] = {}
+
+    def part_of_call(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """A call with this group's part of each input that is cut over groups."""
+        leaves, _ = call_leaves(model.forward, args, kwargs)
+        key = type(model), *(name for name, leaf in leaves if isinstance(leaf, Tensor))
+        if key not in self._dims:
+            axis = self.option.axis
+            self._dims[key] = dims_of_groups(self.annotations, model, args, kwargs, self.comm.mesh, axis)
+        if not self._dims[key]:
+            return args, kwargs
+        parts = {name: partial(self._part, dim=dim, name=name) for name, dim in self._dims[key].items()}
+        return part_of_call(model.forward, args, kwargs, parts)
+
+    def _part(self, tensor: Tensor, dim: int, name: str) -> Tensor:
+        """This group's part of an input; a DTensor on all groups is one on this group."""
+        if not isinstance(tensor, DTensor):
+            return part_of_group(tensor, self.count, self.index, dim, name)
+        if tensor.device_mesh == self.mesh:
+            return tensor
+        shape = list(tensor.shape)
+        shape[dim] //= self.count
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            tensor.to_local(), self.mesh, tensor.placements, run_check=False, shape=torch.Size(shape), stride=stride
+        )
+
+    @torch.no_grad()
+    def start_alike(self, tensors: Mapping[str, Tensor], initial: str) -> None:
+        """Let all groups start from the values of the first; ``check`` and ``trust`` as for the ranks of a group."""
+        if initial == "trust":
+            return
+        with waiting(lambda: "the first group's values for all others", self.ranks):
+            if initial == "check":
+                self._compare(tensors)
+                return
+            for each in _stored(tensors).values():
+                piece = each.to(self.comm.device).contiguous()
+                first = piece if self.index == 0 else torch.zeros_like(piece)
+                self.line.process.broadcast(first, self.line.order[0]).wait()
+                each.copy_(first)
+
+    def _compare(self, tensors: Mapping[str, Tensor]) -> None:
+        numbers = torch.stack([checksum(each).to(self.comm.device) for each in _stored(tensors).values()])
+        first, *others = all_gather(numbers.unsqueeze(0), self.line, 0)()
+        for rank, other in zip(self.ranks[1:], others, strict=True):
+            for name, is_same in zip(_stored(tensors), (first == other).tolist(), strict=True):
+                if not is_same:
+                    what = f"its values on rank {self.ranks[0]} and rank {rank} differ"
+                    problem = "initial='check': all groups must come with one model"
+                    remedy = "seed all ranks alike before they make it, or leave initial out"
+                    raise ShardingError(repr(name), what, problem, remedy)
+
+
+def _stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What this rank stores of tensors, those of other stages of a pipeline left out."""
+    own = {name: own_part(each) for name, each in tensors.items()}
+    return {name: each for name, each in own.items() if not each.is_meta}
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """What this rank stores of a tensor, not a copy."""
+    return local(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def mesh_of_groups(option: Local, mesh: Any, runtime: str, device_type: str) -> DeviceMesh:
+    """The DeviceMesh of all groups. OptionError for virtual ranks, which have one copy of each parameter."""
+    if isinstance(mesh, DeviceMesh) and runtime != "virtual":
+        return mesh
+    if not isinstance(mesh, Mesh) or runtime != "distributed":
+        problem = "they share one copy of each parameter, and groups have one each"
+        remedy = f"start {Mesh.of(mesh).size} ranks with torchrun and give a DeviceMesh, or leave local out"
+        raise OptionError(option.text, "on virtual ranks", problem, remedy)
+    return make_device_mesh(mesh, device_type)
+
+
+def _mesh_of_group(mesh: DeviceMesh, axis: str) -> DeviceMesh:
+    """The mesh of this rank's group, with one rank along the axis; all ranks make it together."""
+    names = mesh.mesh_dim_names or ()
+    dim = names.index(axis)
+    grid = mesh.mesh.movedim(dim, 0).unsqueeze(dim + 1)
+    groups = shared_device_mesh(grid.flatten().tolist(), grid.shape, (f"{axis}_groups", *names), mesh.device_type)
+    return groups[names if len(names) > 1 else names[0]]

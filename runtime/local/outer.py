@@ -1,0 +1,165 @@
+"""Outer steps: parameters that groups have trained by themselves become alike again (DiLoCo)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.optim.optimizer import Optimizer
+
+from shardc.ops.reduction import wide_dtype
+
+from ..module.optimizer import StepWatcher
+from .attendance import Attendance, Round
+from .groups import Groups, own_part
+from .sums import sums
+
+PREFIX = "outer_"  # of what the state of a parameter has of outer steps
+ANCHOR, STEPS = f"{PREFIX}anchor", f"{PREFIX}steps_since"
+NESTEROV = partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
+
+Record = dict[str, Any]
+
+
+class OuterSteps(StepWatcher):
+    """Counts the steps of a module's optimizers, and takes the outer steps of their parameters.
+
+    The optimizer's state of each parameter gets entries whose names begin with ``outer_``, so that they are saved and
+    loaded with it: the ``anchor``, which is what all groups had after the last outer step; the ``steps_since``; and
+    what the outer optimizer keeps.
+
+    State: ``_parts``, by the id of a parameter, the part that it is in; ``_early``, by id, entries of parameters that
+    the optimizer has no state of yet; ``_optimizers``, the numbers of those that were seen, by id.
+    """
+
+    sees_begin = True
+
+    def __init__(self, groups: Groups, model: nn.Module, bucket: int, initial: str, number: int) -> None:
+        super().__init__()
+        self.groups, self.option, self._bucket, self._initial = groups, groups.option, bucket, initial
+        self._attendance = Attendance(groups, number)
+        self._early, self._optimizers = dict[int, Record](), dict[int, int]()
+        self._model, self._has_begun = model, False
+
+    def begin(self) -> None:
+        """Let all groups start from one model, before its first call."""
+        if not self._has_begun:
+            self._has_begun = True
+            tensors = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+            self.groups.start_alike(tensors, self._initial)
+
+    def note_loaded(self) -> None:
+        """What was loaded is what this group goes on from."""
+        self._has_begun = True
+        self._early.clear()
+
+    def watched(self) -> list[Tensor]:
+        return [each for each in self._model.parameters() if each.requires_grad]
+
+    def note_begin(self, optimizer: Optimizer, has_closure: bool) -> None:
+        """Keep what the optimizer is about to change for the first time."""
+        self._optimizers.setdefault(id(optimizer), len(self._optimizers))
+        for each, part in self._own(optimizer):
+            if ANCHOR not in self._record(optimizer, each):
+                steps = self.option.every - self.option.every * (part + 1) // self.option.parts
+                self._early[id(each)] = {ANCHOR: each.detach().clone(), STEPS: steps}
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """Count a step, and take the outer steps that are due."""
+        due: dict[int, list[Tensor]] = {}
+        for each, part in self._own(optimizer):
+            record = self._record(optimizer, each)
+            record[STEPS] += 1
+            if record[STEPS] >= self.option.every:
+                due.setdefault(part, []).append(each)
+            if each.grad is not None and id(each) in self._early:  # the optimizer has made its own state by now
+                optimizer.state[each].update(self._early.pop(id(each)))
+        for part, parameters in due.items():
+            self._step(optimizer, part, parameters)
+
+    def step_now(self, optimizer: Optimizer) -> None:
+        """Take an outer step of all parameters that have changed since the last."""
+        changed: dict[int, list[Tensor]] = {}
+        for each, part in self._own(optimizer):
+            if self._record(optimizer, each).get(STEPS):
+                changed.setdefault(part, []).append(each)
+        for part, parameters in changed.items():
+            self._step(optimizer, part, parameters)
+
+    def _own(self, optimizer: Optimizer) -> list[tuple[Tensor, int]]:
+        """The parameters of an optimizer that are the module's, each with its part."""
+        parts = self._parts()
+        stepped = [each for group in optimizer.param_groups for each in group["params"]]
+        return [(each, parts[id(each)]) for each in stepped if id(each) in parts]
+
+    def _parts(self) -> dict[int, int]:
+        """The part of each parameter of the whole model, by id: stretches of about as many elements."""
+        parameters = self.watched()
+        total, before, parts = sum(each.numel() for each in parameters), 0, dict[int, int]()
+        for each in parameters:
+            parts[id(each)] = min(before * self.option.parts // max(1, total), self.option.parts - 1)
+            before += each.numel()
+        return parts
+
+    def _record(self, optimizer: Optimizer, parameter: Tensor) -> Record:
+        """What there is of a parameter's outer steps; empty before its first step."""
+        state: Record = optimizer.state.get(parameter, {})
+        return state if ANCHOR in state else self._early.get(id(parameter), {})
+
+    @torch.no_grad()
+    def _step(self, optimizer: Optimizer, part: int, parameters: Sequence[Tensor]) -> None:
+        """An outer step of some parameters; none where the other groups have taken it without this one."""
+        records = [self._record(optimizer, each) for each in parameters]
+        taken = self._attendance.round((part, self._optimizers[id(optimizer)]))
+        for record in records:
+            record[STEPS] = 0
+        if taken is None:
+            return
+        self._change(taken, parameters, [record[ANCHOR] for record in records])
+        self._step_anchors(records)
+        taken.share([own_part(each) for record in records for each in _of_outer(record).values()])
+        for each, record in zip(parameters, records, strict=True):
+            each.copy_(record[ANCHOR])
+
+    def _change(self, taken: Round, parameters: Sequence[Tensor], anchors: Sequence[Tensor]) -> None:
+        """Let anchors have the mean change of all groups as their gradients."""
+        changes = [_change_of(*pair, taken) for pair in zip(map(own_part, parameters), map(own_part, anchors), strict=True)]
+        found = sums(changes, taken.line, self.option.wire, self._bucket, self.groups.traffic)
+        for anchor, total in zip(anchors, found, strict=True):
+            anchor.grad = torch.empty_like(anchor)
+            own_part(anchor.grad).copy_(total.div_(len(taken.counted)))
+
+    def _step_anchors(self, records: Iterable[Record]) -> None:
+        """The outer optimizer's step, with the state that it has kept."""
+        by_anchor = {id(record[ANCHOR]): record for record in records}
+        anchors = [record[ANCHOR] for record in by_anchor.values()]
+        outer = (self.option.outer or NESTEROV)(anchors)
+        for anchor in anchors:
+            if kept := {key.removeprefix(PREFIX): each for key, each in _kept(by_anchor[id(anchor)]).items()}:
+                outer.state[anchor] = kept
+        outer.step()
+        for anchor in anchors:
+            anchor.grad = None
+            by_anchor[id(anchor)].update({f"{PREFIX}{key}": each for key, each in outer.state[anchor].items()})
+
+
+def _change_of(parameter: Tensor, anchor: Tensor, taken: Round) -> Tensor:
+    """By how much a group has gone back on a parameter, which is the direction of a gradient."""
+    dtype = wide_dtype(parameter.dtype)
+    if not taken.is_counted:
+        return torch.zeros(parameter.shape, dtype=dtype, device=taken.device)
+    return anchor.to(taken.device, dtype) - parameter.to(taken.device, dtype)
+
+
+def _kept(record: Record) -> Record:
+    """What an outer optimizer keeps of a parameter."""
+    return {key: each for key, each in record.items() if key.startswith(PREFIX) and key not in (ANCHOR, STEPS)}
+
+
+def _of_outer(record: Record) -> dict[str, Tensor]:
+    """The tensors that are alike in all groups after an outer step."""
+    return {key: each for key, each in {ANCHOR: record[ANCHOR], **_kept(record)}.items() if isinstance(each, Tensor)}

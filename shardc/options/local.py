@@ -1,0 +1,102 @@
+"""The ``local`` option: groups of ranks take steps by themselves, and meet in an outer step every so many (DiLoCo)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from shardc.language.errors import OptionError, did_you_mean
+from shardc.language.mesh import Mesh
+from shardc.wire import EXAMPLES, codec_named, is_codec
+
+from .pipeline import Pipeline
+from .zero import Zero
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+Outer = Callable[["Sequence[Tensor]"], "Optimizer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """Groups of ranks along an axis train by themselves, and every so many steps take an outer step together (DiLoCo).
+
+    A group is the ranks at one place along the axis, as of one data center. It computes what the plan says on the other
+    axes, with its part of the inputs that are cut over this one, and sends nothing over it. In an outer step each group
+    sends by how much its parameters have changed since the last; the mean over groups is the gradient of an outer
+    optimizer, whose result all groups go on from. Sources: Douillard et al. 2023 (DiLoCo), 2025 (Streaming DiLoCo).
+
+    ``every``: the optimizer's steps from one outer step to the next. ``outer``: makes the outer optimizer of a list of
+    tensors; by default ``torch.optim.SGD`` with ``lr=0.7, momentum=0.9, nesterov=True``. ``wire``: the codec in which
+    changes are sent. ``parts``: parameters are in so many parts, each with outer steps of its own, at other times.
+    ``patience``: the seconds that groups wait for each other; one that has not come by then is left out, and goes on
+    from what the others have at its next outer step. By default they wait as long as for any collective.
+    ``groups``: how many there are; by default as the axis has ranks.
+    """
+
+    axis: str
+    every: int
+    outer: Outer | None = field(default=None, hash=False)
+    wire: str | None = None
+    parts: int = 1
+    patience: float | None = None
+    groups: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_count("every", self.every, "it counts the optimizer's steps from one outer step to the next", 20)
+        _check_count("parts", self.parts, "it counts the parts of the parameters", 4)
+        if self.parts > self.every:
+            what, problem = f"parts={self.parts}, every={self.every}", "a step is the outer step of one part at most"
+            raise OptionError("Local", what, problem, f"say parts={self.every} or less")
+        if self.outer is not None and not callable(self.outer):
+            problem = "it makes an optimizer of a list of tensors"
+            example = "say outer=lambda tensors: torch.optim.SGD(tensors, lr=0.7, momentum=0.9, nesterov=True)"
+            raise OptionError("Local", f"outer={self.outer!r}", problem, example)
+        if self.wire is not None and (not is_codec(self.wire) or codec_named(self.wire).has_feedback):
+            known = [name for name in EXAMPLES if not codec_named(name).has_feedback]
+            problem = "it is no codec in which changes are sent"
+            remedy = did_you_mean(str(self.wire), known) or f"say one of {', '.join(known)}"
+            raise OptionError("Local", f"wire={self.wire!r}", problem, remedy)
+        if self.patience is not None and not (isinstance(self.patience, (int, float)) and self.patience > 0):
+            what, problem = f"patience={self.patience!r}", "it is in seconds"
+            raise OptionError("Local", what, problem, "say patience=60.0, or leave it out")
+
+    @property
+    def text(self) -> str:
+        """As the user writes it."""
+        return f"Local({self.axis!r}, every={self.every})"
+
+    def check(self, mesh: Mesh, zero: Zero | None, pipeline: Pipeline | None, momentum: Any) -> None:
+        """Raise an OptionError if it does not fit the mesh or the other options."""
+        if self.axis not in mesh.axis_names:
+            remedy = did_you_mean(str(self.axis), mesh.axis_names) or f"say one of {', '.join(mesh.axis_names)}"
+            raise OptionError(self.text, f"the mesh is {mesh}", "it has no such axis", remedy)
+        if pipeline is not None and pipeline.axis == self.axis:
+            problem = "a group has all stages of the pipeline"
+            raise OptionError(self.text, f"with Pipeline({pipeline.axis!r})", problem, "name another axis in one of them")
+        if zero is not None and self.axis in zero.axes:
+            problem = "a group has all of its parameters"
+            raise OptionError(self.text, f"with {zero.text}", problem, "name another axis in one of them")
+        if momentum is not None:
+            what, problem = f"with {momentum.text}", "what its steps send is no change of parameters"
+            raise OptionError(self.text, what, problem, "leave momentum out")
+
+    def group_mesh(self, mesh: Mesh) -> Mesh:
+        """The mesh of one group: that of all of them, with one rank along the axis."""
+        if mesh.axis_size(self.axis) == 1:
+            return mesh
+        group = Mesh(device_ids=None, **{**mesh.sizes, self.axis: 1})
+        group.stage_axis = mesh.stage_axis
+        return group
+
+    def among(self, mesh: Mesh) -> Local:
+        """The option as a program has it: with the number of groups, and no function."""
+        return replace(self, groups=self.groups or mesh.axis_size(self.axis), outer=None)
+
+
+def _check_count(name: str, value: Any, problem: str, example: int) -> None:
+    if type(value) is not int or value < 1:
+        raise OptionError("Local", f"{name}={value!r}", f"{problem}, 1 or more", f"say {name}={example}")
