@@ -66,9 +66,9 @@ def groups_of(
         options.check(Mesh.of(mesh))
         assert options.local is not None
         device_mesh = mesh_of_groups(options.local, mesh, runtime, _device_of(model).type)
-        if meeting is not None:
-            meeting.meet(type(model).__name__, "\n".join(making_lines(mesh, meeting.asked)))
-        return Groups(options.local, device_mesh, annotations)
+        assert meeting is not None, "a DeviceMesh has ranks of a job"
+        gate = meeting.meet(type(model).__name__, "\n".join(making_lines(mesh, meeting.asked)))
+        return Groups(options.local, device_mesh, annotations, gate.key)
 
 
 def parallel_module(

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shardc.runtime.checkpoint.export import export
     from shardc.runtime.checkpoint.load import load
     from shardc.runtime.checkpoint.save import save
+    from shardc.runtime.local.outer import outer_step
     from shardc.runtime.module.conversion import shard_batch
     from shardc.runtime.module.loader import shard_loader
     from shardc.schedules.balance import balance
@@ -38,7 +39,7 @@ __all__ = [
     "Momentum", "P", "Pipeline", "Precision", "Remat", "Schedule", "Sharding", "ShardingError", "StageCost",
     "Suggestion", "Zero",
     "annotate", "balance", "blocks", "check_rule", "checkpointable", "compile", "export", "init_parameters", "load",
-    "parallelize", "register_rule", "reshard_plan", "save", "schedule", "shard_batch", "shard_loader",
+    "outer_step", "parallelize", "register_rule", "reshard_plan", "save", "schedule", "shard_batch", "shard_loader",
     "stage_boundary", "suggest",
 ]  # fmt: skip
 
@@ -58,6 +59,7 @@ _MODULES = {
     "runtime.checkpoint.export": "export",
     "runtime.checkpoint.load": "load",
     "runtime.checkpoint.save": "save",
+    "runtime.local.outer": "outer_step",
     "runtime.module.conversion": "shard_batch",
     "runtime.module.loader": "shard_loader",
     "schedules.balance": "balance",

@@ -292,7 +292,9 @@ def compile(
         (<all_reduce_tp: all_reduce over tp, forward, 48 bytes sent>,)
     """
     described, machine = Mesh.of(mesh), machine_of(links)
-    options = Options(zero, precision, remat, bucket, pipeline, machine, optimizer, attention, wire, saved, momentum, local)
+    options = Options(
+        zero, precision, remat, bucket, pipeline, machine, optimizer, attention, wire, saved, momentum, local
+    )
     request = Request(described, annotations or {}, args, kwargs or {}, train, differentiable, options, fixed, strict)
     kept = Cache(Path(cache)) if isinstance(cache, (str, os.PathLike)) else cache
     return _compiled(model, request, cache=kept)

@@ -10,13 +10,24 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from shardc.capture.annotations import Matched, Spec, dims_of_groups, idle_error, match, note_of, resolve, unused_annotations
+from shardc.capture.annotations import (
+    Matched,
+    Spec,
+    dims_of_groups,
+    idle_error,
+    match,
+    note_of,
+    resolve,
+    unused_annotations,
+    within_group,
+)
 from shardc.capture.call import CallingConvention, part_of_call, part_of_group
 from shardc.capture.capture import Captured, capture, is_same_capture
 from shardc.capture.containers import flatten, rebuild
 from shardc.capture.microbatches import check_loss, empty_microbatches, with_microbatches
 from shardc.capture.values.region import Symbols
 from shardc.costs.stage_schedule import schedule_of
+from shardc.costs.step import outer_note
 from shardc.costs.step_time import slow_link_note
 from shardc.language.errors import CaptureError, OptionError, ShardingError, did_you_mean, raise_all
 from shardc.language.mesh import Mesh
@@ -213,7 +224,11 @@ class Making:
     ) -> Compiled:
         """The compiled model, once all passes have run."""
         kept, whole = self.kept, self.kept[WHOLE.__name__]
-        notes = (*filter(None, [slow_link_note(whole)]), *idle_axis_notes(whole), *map(note_of, self.unused))
+        notes = (
+            *filter(None, [slow_link_note(whole), outer_note(whole)]),
+            *idle_axis_notes(whole),
+            *map(note_of, self.unused),
+        )
         for name in (WHOLE.__name__, LOCAL.__name__):  # those that people look at
             kept[name] = replace(kept[name], notes=(*kept[name].notes, *notes))
         request = replace(self.request, **_on_meta(self.request))
@@ -241,8 +256,9 @@ def _entries(*programs: Program) -> dict[Any, OpRule | None]:
 
 def match_annotations(model: nn.Module, request: Request) -> Matched:
     """The names that each pattern means. Raises a ShardingError for a pattern that means none, or too much."""
-    mesh = request.options.stage_mesh(request.mesh)
-    return match(request.annotations, model, request.args, request.kwargs, mesh)
+    local, mesh = request.options.local, request.options.stage_mesh(request.mesh)
+    matched = match(request.annotations, model, request.args, request.kwargs, mesh)
+    return matched if local is None else within_group(matched, local.axis)
 
 
 def capture_model(model: nn.Module, request: Request, matched: Matched, symbols: Symbols | None = None) -> Captured:

@@ -21,7 +21,7 @@ from shardc.language.errors import CheckpointError
 from ..comm.checksum import raw_bytes
 from ..module.module import ParallelModule
 from .file import CODES, DTYPES, Header, named_errors, write_file
-from .ranks import Ranks, ranks_of
+from .ranks import Ranks, group_of, ranks_of
 from .region import Block
 from .save import Share, check_request, finish_save, shares_of
 from .state import block_of, state_to_save, unwrapped
@@ -93,7 +93,12 @@ def whole_state(module: ParallelModule) -> dict[str, Tensor]:
 
 
 def _on_first_rank(module: nn.Module, model: nn.Module, write: Callable[[WholeTensors], None]) -> None:
-    """Write the whole tensors of a module on the first rank, to which all others send theirs."""
+    """Write the whole tensors of a module on the first rank, to which all others send theirs.
+
+    Of groups that train by themselves the first one's are written.
+    """
+    if group_of(module):
+        return
     ranks = ranks_of(module, "exports")
     finish_save(ranks)
     tensors, error = None, None

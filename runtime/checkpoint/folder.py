@@ -6,6 +6,7 @@
     run/ckpt/step-00000020/
     run/ckpt/latest            one line: the name of the latest, and the SHA-256 of its index
     run/ckpt/.saving-...       one that is being written, or was when its job died: the next save removes it
+    run/ckpt/group-1/          the checkpoints of a further group of ranks that trains by itself (the option local)
 
 A step that is saved again is published as ``step-00000020.1``.
 """
@@ -96,6 +97,18 @@ def resolve(path: Path) -> tuple[Path, str | None]:
     if line[1] not in found:
         raise CheckpointError(str(pointer), f"it names {line[1]}", "which is not there", remedy)
     return path / line[1], line[4]
+
+
+def folder_of_group(root: Path, group: int) -> Path:
+    """The folder of a group's checkpoints: that of the first is the run's."""
+    return root / f"group-{group}" if group else root
+
+
+def resolve_of_group(path: Path, group: int) -> tuple[Path, str | None]:
+    """What a path names for a group of ranks: its own checkpoint of that name, else the first group's."""
+    found, sha256 = resolve(path)
+    own = folder_of_group(found.parent, group) / found.name
+    return (own, None) if group and (own / NAME).exists() else (found, sha256)
 
 
 def published_in(root: Path) -> list[str]:

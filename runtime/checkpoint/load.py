@@ -24,9 +24,9 @@ from ..module.module import ParallelModule
 from ..tensor.global_tensor import GlobalTensor
 from ..tier.files import empty_beside
 from .file import CODES, DTYPES, OpenFile
-from .folder import resolve
+from .folder import resolve_of_group
 from .index import NAME, Index, TensorEntry
-from .ranks import Ranks, ranks_of
+from .ranks import Ranks, group_of, ranks_of
 from .region import Layout
 from .save import check_request, finish_save
 from .state import Names, block_of, layout_of, optimizer_names, own_part, unwrapped
@@ -70,7 +70,7 @@ def load(
     module = unwrapped(module)
     ranks = ranks_of(module, "loads")
     finish_save(ranks)
-    checkpoint = open_checkpoint(Path(path), ranks)
+    checkpoint = open_checkpoint(Path(path), ranks, group_of(module))
     parts, error = [], None
     try:
         target = Target(module, optimizer, {"scheduler": scheduler, "scaler": scaler}, ranks)
@@ -189,12 +189,15 @@ class Checkpoint:
         return {"step": self.index.values["step"], "extra": self.value("extra"), "path": self.folder}
 
 
-def open_checkpoint(path: Path, ranks: Ranks) -> Checkpoint:
-    """The checkpoint that the first rank finds at a path, opened on every rank."""
+def open_checkpoint(path: Path, ranks: Ranks, group: int = 0) -> Checkpoint:
+    """The checkpoint that the first rank finds at a path, opened on every rank.
+
+    ``group``: of these ranks, where several train by themselves.
+    """
     found, error = ("", ""), None
     if ranks.is_first:
         try:
-            folder, sha256 = resolve(path)
+            folder, sha256 = resolve_of_group(path, group)
             index, own = Index.read(folder / NAME)
             if sha256 is not None and sha256 != own:
                 what, problem = "its SHA-256 of the index is not that of the index", "it was damaged, or the index was"
@@ -366,6 +369,8 @@ class Target:
         for part in parts:
             checkpoint.read(part.key, part.value, part.layout)
         values = checkpoint.index.values
+        if isinstance(self.module, ParallelModule) and self.module.shardc.outer is not None:
+            self.module.shardc.outer.note_loaded()
         if isinstance(self.module, ParallelModule) and "random" in values:
             runtime, random = self.module.shardc, values["random"]
             runtime.seed, runtime.step = random["seed"], random["step"]

@@ -119,3 +119,9 @@ def _mesh_ranks(module: nn.Module) -> Sequence[int]:
     if meshes:
         return sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
     return list(range(dist.get_world_size())) if dist.is_initialized() else [0]
+
+
+def group_of(module: nn.Module) -> int:
+    """The group of ranks that trains a module by itself, of several; 0 if all train it together."""
+    outer = module.shardc.outer if isinstance(module, ParallelModule) else None
+    return 0 if outer is None else outer.groups.index

@@ -22,9 +22,9 @@ from shardc.language.sharding import dtype_name
 
 from ..module.module import ParallelModule
 from .file import CODES, Header, named_errors, write_file
-from .folder import keep_latest, new_folder, next_step, publish
+from .folder import folder_of_group, keep_latest, new_folder, next_step, publish
 from .index import NAME, FileEntry, Index, Piece, TensorEntry
-from .ranks import Ranks, ranks_of
+from .ranks import Ranks, group_of, ranks_of
 from .region import Block, choose_writers
 from .state import State, Stored, block_of, state_to_save, unwrapped
 
@@ -91,7 +91,8 @@ def save(
 ) -> Save:
     """Save a module and an optimizer as a new checkpoint in the folder ``path``; every rank of the job calls it.
 
-    The checkpoint is ``path/step-00000010``, and ``path/latest`` names it.
+    The checkpoint is ``path/step-00000010``, and ``path/latest`` names it. Of groups of ranks that train by themselves
+    (``Local``) each saves its own, the first one there, others in ``path/group-1`` and so on.
 
     Args:
         path: of the folder of checkpoints.
@@ -128,7 +129,7 @@ def save(
     finish_save(ranks)
     if step is None and isinstance(module, ParallelModule):
         step = module.shardc.step
-    request = Request(Path(path), ranks, step, keep)
+    request = Request(folder_of_group(Path(path), group_of(module)), ranks, step, keep)
     try:
         sections = {"scheduler": scheduler, "scaler": scaler}
         values = {name: None if each is None else each.state_dict() for name, each in sections.items()}

@@ -1,15 +1,15 @@
-"""Which groups come to an outer step: all of them, or those that are there once others have waited long enough."""
+"""Which groups come to an outer step: all of them, or those that are there once they have waited long enough."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections import Counter
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
@@ -48,80 +48,101 @@ class Round:
                 each.copy_(sent)
 
 
+@dataclass(slots=True)
+class Roll:
+    """Who is at an outer step: by the number of a group whether it was in the last one. ``is_over``: none comes in."""
+
+    here: dict[str, bool] = field(default_factory=dict)
+    is_over: bool = False
+
+
 class Attendance:
     """Finds the groups of each outer step of one module.
 
-    With ``patience`` the first rank of each group says in the job's store that it has come. The first that has waited so
-    long, with half of all groups or more, decides who takes part, for all. State, by what an outer step is of:
-    ``_next``, the number of the next one; ``_behind``, those for which this group was left out of the last.
+    With ``patience`` the first rank of each group enters itself in a roll in the job's store. Once all are there, or one
+    has waited so long and half of them are there, the roll is over, and those on it take the outer step. One that has
+    waited so long for fewer goes on by itself, and has missed nothing. State, by what an outer step is of: ``_next``, the number
+    of the next one; ``_behind``, those for which this group was left out of the last. ``_lines``: of those of all
+    groups that have met without the others.
     """
 
-    def __init__(self, groups: Groups, number: int) -> None:
-        self.groups, self.patience = groups, groups.option.patience
-        self._store = None if self.patience is None else PrefixStore(f"shardc/outer/{number}", default_store())
+    def __init__(self, groups: Groups) -> None:
+        self.groups, self.patience, self._purpose = groups, groups.option.patience, f"outer/{groups.key}"
+        self._store = PrefixStore(f"shardc/{self._purpose}", default_store())
         self._next, self._behind = Counter[Hashable](), set[Hashable]()
-        self._asked = 0
+        self._asked, self._lines = 0, dict[tuple[int, ...], Group]()
 
     def round(self, what: Hashable) -> Round | None:
-        """The groups in the next outer step of these parameters; None if this group is left out of it."""
-        if self._store is None:
-            everyone = tuple(range(self.groups.count))
-            return Round(self.groups.line, self.groups.comm.device, everyone)
-        present = self._agreed(what)
-        if str(self.groups.index) not in present:
-            self._behind.add(what)
+        """The groups in the next outer step of these parameters; None if this group is not among them."""
+        if self.patience is None:
+            return Round(self.groups.line, self.groups.comm.device, tuple(range(self.groups.count)))
+        here, key, self._next[what] = self._answer(what)
+        if str(self.groups.index) not in here:
+            self._behind |= {what} if here else set()
             return None
         self._behind.discard(what)
-        members = sorted(map(int, present))
-        level = tuple(i for i, group in enumerate(members) if present[str(group)])
-        return Round(*self._line(members), level or (0,))
+        members = sorted(map(int, here))
+        level = tuple(i for i, group in enumerate(members) if here[str(group)])
+        return Round(*self._line(members, key), level or (0,))
 
-    def _line(self, members: Sequence[int]) -> tuple[Group, torch.device]:
-        groups = self.groups
-        if len(members) == groups.count:
+    def _line(self, members: Sequence[int], name: str) -> tuple[Group, torch.device]:
+        """This rank's line of some groups, and the device on which they send. ``name``: of what they meet for first."""
+        groups, key = self.groups, tuple(members)
+        if len(key) == groups.count:
             return groups.line, groups.comm.device
-        ranks, cpu = tuple(groups.ranks[member] for member in members), torch.device("cpu")
-        order, index = tuple(range(len(ranks))), members.index(groups.index)
-        process = own_group("outer", ranks, WAITING) if len(ranks) > 1 else groups.line.process
-        return Group(process, len(ranks), index, order, adds_locally=True), cpu
+        if key not in self._lines:
+            ranks = tuple(groups.ranks[member] for member in key)
+            process = own_group(f"{self._purpose}/{name}", ranks, WAITING) if len(ranks) > 1 else groups.line.process
+            order = tuple(range(len(ranks)))
+            self._lines[key] = Group(process, len(ranks), key.index(groups.index), order, adds_locally=True)
+        return self._lines[key], torch.device("cpu")
 
-    def _agreed(self, what: Hashable) -> dict[str, bool]:
-        """The groups in an outer step, and whether each was in the last, as the first rank of this group finds it."""
-        assert self._store is not None
+    def _answer(self, what: Hashable) -> tuple[dict[str, bool], str, int]:
+        """The groups in an outer step, its name and the number of the next, as this group's first rank finds them."""
         self._asked += 1
         answer = f"group {self.groups.index}/{self._asked}"
         if self.groups.is_first:
-            self._store.set(answer, json.dumps([self._decided(what), self._next[what]]))
-        self._wait(answer)
-        present, self._next[what] = json.loads(self._store.get(answer))
-        return present  # type: ignore[no-any-return]
-
-    def _decided(self, what: Hashable) -> dict[str, bool]:
-        assert self._store is not None and self.patience is not None
-        store, key, own = self._store, f"{what}/{self._next[what]}", self.groups.index
-        is_late = store.check([f"{key}/all"])
-        if not is_late:
-            store.set(f"{key}/{own}", json.dumps(what not in self._behind))
+            self._store.set(answer, json.dumps(self._called(what)))
         start = time.monotonic()
-        while not store.check([f"{key}/all"]):
-            here = [i for i in range(self.groups.count) if store.check([f"{key}/{i}"])]
-            is_over = time.monotonic() - start > self.patience and 2 * len(here) >= self.groups.count
-            if is_over or len(here) == self.groups.count:
-                present = {i: json.loads(store.get(f"{key}/{i}")) for i in here}
-                store.compare_set(f"{key}/all", "", json.dumps(present))
-            elif time.monotonic() - start > job_timeout().total_seconds():
+        while not self._store.check([answer]):
+            if time.monotonic() - start > job_timeout().total_seconds():
                 raise explained(WAITING, self.groups.ranks)
             time.sleep(PAUSE)
-        present = json.loads(store.get(f"{key}/all"))
-        self._next[what] += 1
-        while store.check([f"{what}/{self._next[what]}/all"]):  # outer steps that the others have taken meanwhile
-            self._next[what] += 1
-        return present  # type: ignore[no-any-return]
+        here, name, following = json.loads(self._store.get(answer))
+        return here, name, following
 
-    def _wait(self, key: str) -> None:
-        assert self._store is not None
-        start = time.monotonic()
-        while not self._store.check([key]):
-            if time.monotonic() - start > job_timeout().total_seconds() + (self.patience or 0):
-                raise explained(WAITING, self.groups.ranks)
-            time.sleep(PAUSE)
+    def _called(self, what: Hashable) -> tuple[dict[str, bool], str, int]:
+        """Come to an outer step; wait until its roll is over, or in vain, which leaves it as it is."""
+        assert self.patience is not None
+        number, own = self._next[what], str(self.groups.index)
+        key, count, end = f"{what}/{number}", self.groups.count, time.monotonic() + self.patience
+        roll = self._update(key, lambda roll: roll.here.update({own: what not in self._behind}))
+        while not roll.is_over:
+            is_late = time.monotonic() > end
+            if len(roll.here) == count or (is_late and 2 * len(roll.here) >= count):
+                roll = self._update(key, lambda roll: setattr(roll, "is_over", True))
+            elif is_late:
+                roll = self._update(key, lambda roll: roll.here.pop(own, None))
+                if not roll.is_over:
+                    return {}, key, number
+            else:
+                time.sleep(PAUSE)
+                roll = self._update(key, lambda roll: None)
+        while self._read(f"{what}/{number}").is_over:  # with those that the others have taken meanwhile
+            number += 1
+        return roll.here, key, number
+
+    def _read(self, key: str) -> Roll:
+        return Roll(*json.loads(self._store.get(key))) if self._store.check([key]) else Roll()
+
+    def _update(self, key: str, change: Callable[[Roll], Any]) -> Roll:
+        """Change a roll that is not over, whatever other groups do at the same time; returns it as it is then."""
+        while True:
+            text = self._store.get(key).decode() if self._store.check([key]) else ""
+            roll = Roll(*json.loads(text)) if text else Roll()
+            if roll.is_over:
+                return roll
+            change(roll)
+            changed = json.dumps([roll.here, roll.is_over])
+            if changed == text or self._store.compare_set(key, text, changed).decode() == changed:
+                return roll

@@ -30,11 +30,12 @@ class Groups:
     """The groups that an option makes of a job's ranks; this process is in the one at ``index`` of ``count``.
 
     ``mesh``: of this group, the user's with one rank along the axis. ``line``: the ranks at this place of each group,
-    which store the same shards. ``is_first``: whether it is the first rank of its group. ``traffic``: what it sends.
+    which store the same shards. ``key``: the module's number among those of all groups. ``is_first``: whether this is
+    the first rank of its group. ``traffic``: what it sends.
     """
 
-    def __init__(self, option: Local, mesh: DeviceMesh, annotations: Mapping[str, Spec]) -> None:
-        self.option, self.annotations, device_mesh = option, annotations, mesh
+    def __init__(self, option: Local, device_mesh: DeviceMesh, annotations: Mapping[str, Spec], key: str) -> None:
+        self.option, self.annotations, self.key = option, annotations, key
         self.comm = TorchComm(device_mesh)
         self.mesh = _mesh_of_group(device_mesh, option.axis)
         self.line = self.comm.group((self.comm.mesh.axis(option.axis),))

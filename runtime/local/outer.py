@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.optimizer import Optimizer
 
+from shardc.language.errors import OrderError
 from shardc.ops.reduction import wide_dtype
 
 from ..module.optimizer import StepWatcher
@@ -38,10 +39,10 @@ class OuterSteps(StepWatcher):
 
     sees_begin = True
 
-    def __init__(self, groups: Groups, model: nn.Module, bucket: int, initial: str, number: int) -> None:
+    def __init__(self, groups: Groups, model: nn.Module, bucket: int, initial: str) -> None:
         super().__init__()
         self.groups, self.option, self._bucket, self._initial = groups, groups.option, bucket, initial
-        self._attendance = Attendance(groups, number)
+        self._attendance = Attendance(groups)
         self._early, self._optimizers = dict[int, Record](), dict[int, int]()
         self._model, self._has_begun = model, False
 
@@ -127,7 +128,9 @@ class OuterSteps(StepWatcher):
 
     def _change(self, taken: Round, parameters: Sequence[Tensor], anchors: Sequence[Tensor]) -> None:
         """Let anchors have the mean change of all groups as their gradients."""
-        changes = [_change_of(*pair, taken) for pair in zip(map(own_part, parameters), map(own_part, anchors), strict=True)]
+        changes = [
+            _change_of(*pair, taken) for pair in zip(map(own_part, parameters), map(own_part, anchors), strict=True)
+        ]
         found = sums(changes, taken.line, self.option.wire, self._bucket, self.groups.traffic)
         for anchor, total in zip(anchors, found, strict=True):
             anchor.grad = torch.empty_like(anchor)
@@ -163,3 +166,28 @@ def _kept(record: Record) -> Record:
 def _of_outer(record: Record) -> dict[str, Tensor]:
     """The tensors that are alike in all groups after an outer step."""
     return {key: each for key, each in {ANCHOR: record[ANCHOR], **_kept(record)}.items() if isinstance(each, Tensor)}
+
+
+def outer_step(module: nn.Module, optimizer: Optimizer) -> None:
+    """Let all groups of ranks that train a module by themselves take an outer step now, as at the end of training.
+
+    Every rank of every group calls it. Parameters that have not changed since their last outer step stay as they are.
+
+    Args:
+        module: what ``parallelize`` returned, with the option ``local``.
+        optimizer: of its parameters.
+
+    Raises:
+        OrderError: for a module whose ranks train together.
+
+    Examples:
+        >>> import shardc
+        >>> shardc.outer_step(parallel, optimizer)  # doctest: +SKIP
+    """
+    outer = getattr(getattr(module, "shardc", None), "outer", None)
+    if not isinstance(outer, OuterSteps):
+        what, problem = f"of a {type(module).__name__}", "it is trained by all ranks together, which are alike"
+        raise OrderError(
+            "outer_step", what, problem, "say parallelize(..., local=Local('dc', every=20)), or leave it out"
+        )
+    outer.step_now(optimizer)

@@ -14,9 +14,7 @@ from ..comm.comm import Traffic
 from ..comm.process_group import Group, all_gather, all_reduce, all_to_all
 
 
-def sums(
-    tensors: Sequence[Tensor], group: Group, codec: str | None, bucket: int, traffic: Traffic
-) -> Iterator[Tensor]:
+def sums(tensors: Sequence[Tensor], group: Group, codec: str | None, bucket: int, traffic: Traffic) -> Iterator[Tensor]:
     """The sums of tensors over a group, equal to the bit on all its ranks.
 
     ``bucket``: bytes of tensors that are sent together. ``traffic`` counts what this rank sends.

@@ -179,8 +179,7 @@ class ModuleRuntime:
 
     def take_outer_steps(self, groups: Groups, bucket: int, initial: str) -> None:
         """Train as one of several groups, which start alike and meet in outer steps."""
-        number = 0 if self.gate is None else int(self.gate.key)
-        self.outer = OuterSteps(groups, self.model, bucket, initial, number)
+        self.outer = OuterSteps(groups, self.model, bucket, initial)
 
     def forget_gathered(self) -> None:
         """Forget what was gathered of parameters: their values may change now."""

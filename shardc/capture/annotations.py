@@ -7,7 +7,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -94,18 +94,26 @@ def dims_of_groups(
     annotations: Mapping[str, Spec], model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any],
     mesh: Mesh, axis: str,
 ) -> dict[str, int]:  # fmt: skip
-    """The dim of each input of a call that is cut over groups of ranks along an axis; they have all parameters.
+    """The dim of each input of a call that annotations cut over groups of ranks along an axis."""
+    inputs = [entry for entry in match(annotations, model, args, kwargs, mesh).entries if entry.kind == "input"]
+    return {entry.name: _first_cut(entry, axis) for entry in inputs if axis in entry.spec.axes}
+
+
+def within_group(matched: Matched, axis: str) -> Matched:
+    """What annotations say on the ranks of one group of those along an axis: the same without the axis.
 
     Raises a ShardingError for a parameter that is cut by the axis, and for an input that another axis cuts before.
     """
-    entries = match(annotations, model, args, kwargs, mesh).entries
-    cut = [entry for entry in entries if axis in entry.spec.axes and entry.kind in ("param", "input")]
+    cut = [entry for entry in matched.entries if axis in entry.spec.axes]
     problem = f"groups along {axis} have all parameters, each of its own"
     raise_all([
         ShardingError(entry.who("parameter"), repr(entry.spec), problem, f"leave {axis!r} out")
         for entry in cut if entry.kind == "param"
     ])  # fmt: skip
-    return {entry.name: _first_cut(entry, axis) for entry in cut}
+    for entry in cut:
+        _first_cut(entry, axis)
+    entries = tuple(replace(entry, spec=entry.spec.without(axis)) for entry in matched.entries)
+    return Matched(entries, tuple(dict.fromkeys(entry.text for entry in entries)))
 
 
 def _first_cut(entry: Match, axis: str) -> int:
@@ -113,8 +121,8 @@ def _first_cut(entry: Match, axis: str) -> int:
     for dim, given in enumerate(entry.spec.entries):
         if (given[0] if isinstance(given, tuple) and given else given) == axis:
             return dim
-    problem = f"groups along {axis} have a stretch each of a dim"
-    raise ShardingError(entry.who("input"), repr(entry.spec), problem, f"name {axis!r} before the other axes of the dim")
+    problem, remedy = f"groups along {axis} have a stretch each of a dim", f"name {axis!r} before its other axes"
+    raise ShardingError(entry.who(entry.kind), repr(entry.spec), problem, remedy)
 
 
 def check_annotations(annotations: Any) -> None:

@@ -212,7 +212,10 @@ def part_of_group(tensor: torch.Tensor, count: int, index: int, dim: int, name: 
     """The part of an input that one of ``count`` groups of ranks has. ShardingError if parts are not equal."""
     size = tensor.shape[dim]
     if size % count:
-        problem, remedy = f"{count} groups have equal parts of it", f"give {size - size % count or count} in place of {size}"
+        problem, remedy = (
+            f"{count} groups have equal parts of it",
+            f"give {size - size % count or count} in place of {size}",
+        )
         raise ShardingError(f"input {name!r}", f"dim {dim} has size {size}", problem, remedy)
     return tensor.narrow(dim, size // count * index, size // count)
 

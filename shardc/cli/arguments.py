@@ -15,7 +15,7 @@ from shardc.language.errors import OptionError, ShardingError, UsageError, did_y
 from shardc.language.machine import DEVICES, LINKS, SHORT
 from shardc.language.mesh import MOST_RANKS, Mesh
 from shardc.language.text import bytes_of
-from shardc.options import ADAM, ATTENTIONS, AUTO, BUCKET, OPTIMIZERS, Momentum, Pipeline, Remat, Zero
+from shardc.options import ADAM, ATTENTIONS, AUTO, BUCKET, OPTIMIZERS, Local, Momentum, Pipeline, Remat, Zero
 from shardc.report.dump.schema import schema_text
 from shardc.wire import CONTENTS, EXAMPLES
 
@@ -97,6 +97,11 @@ def add_mesh_options(parser: Parser, is_required: bool = True) -> None:
     parser.add_argument(
         "--momentum", metavar="STEPS", type=_momentum,
         help="send Adam's momentum in place of gradients after so many steps, in the codecs 1bit and topk of --wire",
+    )  # fmt: skip
+    parser.add_argument(
+        "--local", metavar="AXIS=STEPS[,KEY=VALUE]...", type=_local,
+        help="let groups of ranks along an axis train by themselves, and meet every so many steps (DiLoCo): dc=20; "
+        "also wire=int8, parts=4",
     )  # fmt: skip
     help_ = "size of buckets of collectives (25 MiB)"
     parser.add_argument("--bucket", metavar="BYTES", type=count, default=BUCKET, help=help_)
@@ -350,6 +355,17 @@ def _wire(text: str) -> dict[str, str | None]:
 
 def _momentum(text: str) -> Momentum:
     return Momentum(count(text))
+
+
+def _local(text: str) -> Local:
+    first, *words = text.split(",")
+    axis, _, steps = first.partition("=")
+    if not (axis.isidentifier() and steps):
+        raise unreadable(text, "it does not begin with an axis and a number of steps", "write --local dc=20")
+    return _option(text, Local, axis, count(steps), **_settings(text, words, LOCAL, "local"))
+
+
+LOCAL: Settings = {"wire": (str, "int8"), "parts": (count, "4")}
 
 
 def _saved(text: str) -> dict[str, str | tuple[str, ...] | None]:

@@ -73,10 +73,14 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("--recompile", what, "there is no point at which to compile anew", remedy)
     if options.symbolic or options.symbol or options.at:
         return _run_symbolic(options)
+    from shardc.costs.step import outer_entry, outer_note
+
     program = compiled(options)
     cost = program.cost
-    text = with_warnings(cost.text(), program.whole.notes)
-    write(text if options.format == "text" else json_text(Cost(options.mesh.sizes, *cost.entries())), options.output)
+    outer, note = outer_entry(program.whole), outer_note(program.whole)
+    text = with_warnings("\n".join(filter(None, [cost.text(), note])), program.whole.notes)
+    record = Cost(options.mesh.sizes, *cost.entries(), outer)
+    write(text if options.format == "text" else json_text(record), options.output)
     return GOOD
 
 
@@ -87,6 +91,9 @@ def _run_symbolic(options: argparse.Namespace) -> int:
     if options.wire:
         problem, remedy = "codes fill up whole blocks, and so have no expression", "leave --wire out, or --symbolic"
         raise UsageError("--wire", "with --symbolic", problem, remedy)
+    if options.local:
+        problem, remedy = "outer steps have no expression", "leave --local out, or --symbolic"
+        raise UsageError("--local", "with --symbolic", problem, remedy)
     target = symbolic_target(options)
     for point in options.at:
         for name in (name for name in point if name not in target.reference):

@@ -20,6 +20,7 @@ from shardc.ops.attention.rules import RINGS, is_attention, ring_flops
 from shardc.ops.attention.tiled import TILED, TILED_BACKWARD
 from shardc.ops.contraction import dot
 from shardc.ops.tier import TRANSFERS
+from shardc.options.options import OPTIMIZERS
 from shardc.program.collective import Collective
 from shardc.program.communication import collective_at, is_collective, ring_of
 from shardc.program.lifetime import is_row_of_kept, stored_below
@@ -221,5 +222,5 @@ def update_seconds(program: Program, names: Collection[str] | None = None) -> fl
     parameters = parameters_of(program)
     stored = sum(nbytes(program.local_type(parameters[name])) for name in gradients)
     read = sum(nbytes(gradient_type(program, *each)) for each in gradients.items())
-    options, moved = program.options, 2 * (1 + program.options.optimizer_states) * stored + read
+    options, moved = program.options, 2 * (1 + OPTIMIZERS[program.options.optimizer]) * stored + read
     return options.machine.device.update_seconds(moved, options.offloads, options.in_files)

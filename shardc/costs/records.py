@@ -64,11 +64,26 @@ class TrafficEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class OuterEntry:
+    """What one rank sends in an outer step of groups that train by themselves, and how long that takes.
+
+    ``groups``: how many there are along ``axis``. ``every``: the steps from one outer step to the next, in which a rank
+    sends ``wire_bytes``; where parameters are in parts, in as many pieces.
+    """
+
+    axis: str
+    groups: Size
+    every: Size
+    wire_bytes: Count
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Cost:
     """The cost of a step in numbers.
 
     ``mesh``: the axes of ranks, with their sizes. ``traffic``: what one rank sends in a step, in the order in which
-    each first occurs. ``flops``: floating-point operations of one rank.
+    each first occurs. ``flops``: floating-point operations of one rank. ``outer``: of outer steps, absent without any.
     """
 
     version: Literal[1] = field(default=1, init=False)
@@ -76,6 +91,7 @@ class Cost:
     traffic: tuple[TrafficEntry, ...]
     memory: MemoryEntry
     flops: Count
+    outer: OuterEntry | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
-from shardc.costs.count import flops_of
+from shardc.costs.count import flops_of, results_by_parameter
 from shardc.costs.memory import memory_of
-from shardc.costs.records import AxesTime, CopyTime, MemoryEntry, TimeEntry, TrafficEntry
+from shardc.costs.records import AxesTime, CopyTime, MemoryEntry, OuterEntry, TimeEntry, TrafficEntry
+from shardc.costs.replay import ledgers_of
 from shardc.costs.stage_record import StageRecord
 from shardc.costs.step_time import COMPUTING, COPYING, OPTIMIZER, OVER, Slice, axes_and_link, step_timeline
-from shardc.language.text import seconds_text, table
-from shardc.program.program import Program
+from shardc.language.sharding import TensorType, ceil_div
+from shardc.language.text import bytes_text, seconds_text, table
+from shardc.ops.reduction import wide_dtype
+from shardc.options import Local
+from shardc.program.program import Program, parameters_of
 from shardc.program.stages import has_stages
-from shardc.program.text import flops_text, memory_text
+from shardc.program.text import flops_text, memory_text, rank_axes
 from shardc.program.traffic import Size, Traffic, collectives_of, traffic_of, traffic_text
 from shardc.schedules.clock import Task
 from shardc.schedules.timeline import Timeline, rounded
+from shardc.wire import codec_named
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +53,49 @@ class StepCost:
 def step_cost(program: Program) -> StepCost:
     """The cost of a lowered or localized program; memory and operations of a pipeline are those of its fullest rank."""
     return StepCost(tuple(traffic_of(collectives_of(program))), memory_of(program), rank_flops(program))
+
+
+def outer_entry(program: Program) -> OuterEntry | None:
+    """The outer steps of groups that train by themselves; None if all ranks train together, or nothing is trained."""
+    local, trained = program.options.local, set(results_by_parameter(program, "gradient"))
+    if local is None or local.groups is None or not trained:
+        return None
+    nodes, count = parameters_of(program), local.groups
+    shards = [[program.local_type(nodes[name]) for name in held & trained] for held in _held(program)]
+    sent = max(_change_bytes(list(filter(None, each)), local) for each in shards)
+    wire_bytes = 2 * (sent * (count - 1) // count)  # each rank adds a piece of all changes, and sends the sum
+    ranks = count * prod(rank_axes(program).values())
+    link = program.options.machine.of_stages(local.axis, ranks)
+    return OuterEntry(
+        local.axis, count, local.every, wire_bytes, rounded(link.seconds("all_reduce", wire_bytes, count))
+    )
+
+
+def _held(program: Program) -> list[set[str]]:
+    """The parameters that each rank of a pipeline holds; without one all of them."""
+    return [set(ledger.parameters) for ledger in ledgers_of(program)]
+
+
+def _change_bytes(shards: Sequence[TensorType], local: Local) -> int:
+    """The bytes of a rank's shards of parameters as their changes are sent: float32 or wider, or codes."""
+    if local.wire is None:
+        return sum(each.numel * wide_dtype(each.dtype).itemsize for each in shards)
+    codec = codec_named(local.wire)
+    elements = sum(ceil_div(each.numel, codec.block) * codec.block for each in shards)
+    pieces = codec.block * (local.groups or 1)  # of equal length
+    return codec.nbytes(ceil_div(elements, pieces) * pieces)
+
+
+def outer_note(program: Program) -> str:
+    """What groups send in outer steps; empty where there are none."""
+    entry = outer_entry(program)
+    if entry is None:
+        return ""
+    sent, each = bytes_text(entry.wire_bytes), bytes_text(entry.wire_bytes // entry.every)
+    return (
+        f"{entry.groups} groups along {entry.axis} train by themselves: every {entry.every} steps a rank sends {sent} "
+        f"over {entry.axis} in {seconds_text(entry.seconds)}, {each} a step"
+    )
 
 
 def rank_flops(program: Program) -> int:

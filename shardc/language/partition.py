@@ -156,6 +156,19 @@ class P:
         """The same cuts with all positions in order."""
         return P.parse(str(self).replace(_ZIGZAG, ""), self.priority)
 
+    def without(self, axis: str) -> P:
+        """The same without the cuts by an axis."""
+        if axis not in self.axes:
+            return self
+
+        def kept(entry: Entry) -> Entry:
+            names = entry if isinstance(entry, tuple) else (entry,)
+            rest = tuple(name for name in names if not isinstance(name, str) or axis_of(name) != axis)
+            return rest if len(rest) > 1 else rest[0] if rest else None  # type: ignore[return-value]
+
+        further = (...,) if self.rest_open else ()
+        return P(*map(kept, self.entries), *further, priority=self.priority)
+
     def is_open(self, dim: int) -> bool:
         """Whether propagation may choose this dim, or cut it further."""
         if dim >= len(self.entries):

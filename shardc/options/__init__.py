@@ -12,6 +12,6 @@ from .zero import STAGES, Zero
 
 __all__ = [
     "ADAM", "ATTENTIONS", "AUTO", "BALANCES", "BUCKET", "GATHER", "KINDS", "OPTIMIZERS", "RING", "SCHEDULES", "STAGES",
-    "ULYSSES", "Balance", "Local", "Momentum", "Options", "Pipeline", "Precision", "Remat", "Saved", "Zero", "check_call",
-    "check_draw", "check_maker", "check_model", "check_tangents", "check_values",
+    "ULYSSES", "Balance", "Local", "Momentum", "Options", "Pipeline", "Precision", "Remat", "Saved", "Zero",
+    "check_call", "check_draw", "check_maker", "check_model", "check_tangents", "check_values",
 ]  # fmt: skip

@@ -76,7 +76,9 @@ class Local:
             raise OptionError(self.text, f"the mesh is {mesh}", "it has no such axis", remedy)
         if pipeline is not None and pipeline.axis == self.axis:
             problem = "a group has all stages of the pipeline"
-            raise OptionError(self.text, f"with Pipeline({pipeline.axis!r})", problem, "name another axis in one of them")
+            raise OptionError(
+                self.text, f"with Pipeline({pipeline.axis!r})", problem, "name another axis in one of them"
+            )
         if zero is not None and self.axis in zero.axes:
             problem = "a group has all of its parameters"
             raise OptionError(self.text, f"with {zero.text}", problem, "name another axis in one of them")

@@ -52,8 +52,11 @@ class Options:
 
     @property
     def optimizer_states(self) -> int:
-        """The tensors that the optimizer keeps for each parameter, of its shape and dtype."""
-        return OPTIMIZERS[self.optimizer]
+        """The tensors that the optimizer keeps for each parameter, of its shape and dtype.
+
+        With ``local`` those of outer steps too: what groups begin from, and the outer optimizer's momentum.
+        """
+        return OPTIMIZERS[self.optimizer] + (2 if self.local is not None else 0)
 
     @property
     def offloaded(self) -> Offloaded | None:
@@ -71,12 +74,12 @@ class Options:
         return self.zero is not None and self.zero.to != HOST
 
     def stage_mesh(self, mesh: Mesh) -> Mesh:
-        """The mesh of annotations: with a pipeline the ranks of one stage, else all of them; of one of several groups."""
+        """The mesh of annotations: with a pipeline the ranks of one stage, else all ranks of a group."""
         mesh = self.group_mesh(mesh)
         return self.pipeline.stage_mesh(mesh) if self.pipeline else mesh
 
     def compute_mesh(self, mesh: Mesh) -> Mesh:
-        """The mesh of the program: with a pipeline the ranks of one stage and an axis of microbatches, else all."""
+        """The mesh of the program: with a pipeline the ranks of one stage and an axis of microbatches, else a group."""
         mesh = self.group_mesh(mesh)
         return self.pipeline.compute_mesh(mesh) if self.pipeline else mesh
 
