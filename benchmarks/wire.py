@@ -41,7 +41,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from trainer import SIZES, Job, Size, Trainer, batches, new_model, own_rows
 
-from shardc import Momentum, Zero
+from shardc import Local, Momentum, Zero
 from shardc.language.text import table
 from shardc.runtime.comm.launch import Workers
 from shardc.runtime.comm.messages import sent_bytes
@@ -86,6 +86,8 @@ WAYS: dict[str, Plan | Hooked] = {
     "dp 1-bit Adam": Plan("dp", DATA, {"wire": {"dp": "1bit"}, "momentum": FROZEN}),
     "dp topk": Plan("dp", DATA, {"wire": {"dp": "topk:0.01"}}),
     "dp 0/1 Adam": Plan("dp", DATA, {"wire": {"dp": "1bit"}, "momentum": RENEWED}),
+    "dp DiLoCo": Plan("dp", DATA, {"local": Local("dp", 20)}),
+    "dp DiLoCo int8": Plan("dp", DATA, {"local": Local("dp", 20, wire="int8")}),
     "zero3": Plan("dp", DATA, ZERO),
     "zero3 int8": Plan("dp", DATA, ZERO | {"wire": {"dp": "int8"}}),
     "zero3 squeezed": Plan("dp", DATA, ZERO | {"wire": {"dp parameters": "int8", "dp gradients": "int4"}}),

@@ -59,11 +59,12 @@ class Roll:
 class Attendance:
     """Finds the groups of each outer step of one module.
 
-    With ``patience`` the first rank of each group enters itself in a roll in the job's store. Once all are there, or one
-    has waited so long and half of them are there, the roll is over, and those on it take the outer step. One that has
-    waited so long for fewer goes on by itself, and has missed nothing. State, by what an outer step is of: ``_next``, the number
-    of the next one; ``_behind``, those for which this group was left out of the last. ``_lines``: of those of all
-    groups that have met without the others.
+    With ``patience`` the first rank of each group enters itself in a roll in the job's store. Once all are there, or
+    one has waited so long and half of them are there, the roll is over, and those on it take the outer step. One that
+    has waited so long for fewer goes on by itself, and has missed nothing.
+
+    State, by what an outer step is of: ``_next``, the number of the next one; ``_behind``, those for which this group
+    was left out of the last. ``_lines``: of those of all groups that have met without the others.
     """
 
     def __init__(self, groups: Groups) -> None:
