@@ -25,7 +25,7 @@ from gpt import DATA
 from ours import PLANS, Plan
 from trainer import SIZES, Job, Trainer, batches, new_model
 
-from shardc import Mesh, Pipeline, Zero
+from shardc import Mesh, Momentum, Pipeline, Zero
 from shardc.runtime.comm.distributed import start_job
 
 SIZE, STEPS, VIRTUAL_RANKS = SIZES["tiny"], 3, 4
@@ -34,7 +34,19 @@ CODED = {
     f"shardc zero3 {codec}": Plan("dp", DATA, {"zero": Zero("dp", 3), "wire": {"dp": codec}})
     for codec in ("fp16", "fp8", "int8", "int4")
 }
-OWN_PLANS = {**PLANS, "shardc zb-v, offloaded": OFFLOADING, **CODED}
+FEEDBACK: dict[str, dict[str, Any]] = {
+    "shardc dp 1bit": {"wire": {"dp": "1bit"}},
+    "shardc dp topk": {"wire": {"dp": "topk:0.1"}},
+    "shardc dp 1-bit Adam": {"wire": {"dp": "1bit"}, "momentum": Momentum(after=1)},
+}
+BELOW = {  # the tier below the device's memory
+    f"shardc zero3, {what} in host memory": Plan("dp", DATA, {"zero": Zero("dp", 3, offload=what)})
+    for what in ("optimizer", "parameters")
+}
+OWN_PLANS = {
+    **PLANS, "shardc zb-v, offloaded": OFFLOADING, **CODED, **BELOW,
+    **{name: Plan("dp", DATA, options) for name, options in FEEDBACK.items()},
+}  # fmt: skip
 
 
 class VirtualJob(Job):
@@ -63,7 +75,7 @@ def main() -> int:
     for name, plan in OWN_PLANS.items():
         if options.only not in name or (ranks == 1 and "inductor" in name):
             continue
-        distance, bound = difference(name, plan, job), 5e-3 if "bf16" in name or name in CODED else 1e-4
+        distance, bound = difference(name, plan, job), 5e-3 if "bf16" in name or name in {**CODED, **FEEDBACK} else 1e-4
         wrong += [name] if distance > bound else []
         if dist.get_rank() == 0:
             print(f"{name}: losses differ by {distance:.1e} of at most {bound:.0e}", flush=True)
