@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node gpu benchmarks/on_gpus.py
 
-Each plan takes three steps beside the plain model on the same GPU. In the last one torch raises an error where the host
+Each plan takes four steps beside the plain model on the same GPU. In the last one torch raises an error where the host
 waits for the device in forward or backward. The plans follow each other in one job: NCCL would hang if ranks started
 their collectives in different orders. On one GPU ranks are virtual, whose copies of a value are compared, so that the
 host waits. With ``--device cpu`` the job runs over gloo, which tries the script and not the device.
@@ -28,7 +28,7 @@ from trainer import SIZES, Job, Trainer, batches, new_model
 from shardc import Mesh, Momentum, Pipeline, Zero
 from shardc.runtime.comm.distributed import start_job
 
-SIZE, STEPS, VIRTUAL_RANKS = SIZES["tiny"], 3, 4
+SIZE, STEPS, VIRTUAL_RANKS = SIZES["tiny"], 4, 4
 OFFLOADING = Plan("pp", {}, {"pipeline": Pipeline(microbatches=8, schedule="zb-v", offload=True)})
 CODED = {
     f"shardc zero3 {codec}": Plan("dp", DATA, {"zero": Zero("dp", 3), "wire": {"dp": codec}})
@@ -37,7 +37,7 @@ CODED = {
 FEEDBACK: dict[str, dict[str, Any]] = {
     "shardc dp 1bit": {"wire": {"dp": "1bit"}},
     "shardc dp topk": {"wire": {"dp": "topk:0.1"}},
-    "shardc dp 1-bit Adam": {"wire": {"dp": "1bit"}, "momentum": Momentum(after=1)},
+    "shardc dp 1-bit Adam": {"wire": {"dp": "1bit"}, "momentum": Momentum(after=2)},
 }
 BELOW = {  # the tier below the device's memory
     f"shardc zero3, {what} in host memory": Plan("dp", DATA, {"zero": Zero("dp", 3, offload=what)})

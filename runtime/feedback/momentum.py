@@ -129,8 +129,8 @@ class MomentumSteps(StepWatcher):
             state, lr, beta2 = optimizer.state[parameter], float(group["lr"]), group["betas"][1]
             renewed = state.setdefault(VARIANCE_STEPS, state["step"].clone())
             state["step"] += 1
-            if id(parameter) in self.sent:
-                state["exp_avg"].copy_(gradient)
+            if id(parameter) in self.sent:  # what has no variance, as rows of a table that were not read, stays
+                state["exp_avg"].copy_(gradient).mul_(state["exp_avg_sq"] > 0)
             else:
                 renewed += 1
                 state["exp_avg"].lerp_(gradient, 1 - self.option.beta)

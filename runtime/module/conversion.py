@@ -199,9 +199,8 @@ class VirtualConverter:
 
     def to_tensor(self, shards: Sequence[Tensor], is_plain: bool) -> Tensor:
         """The whole tensor, which is the shard of a single rank; an AssertionError if replicas differ."""
-        if len(shards) == 1:
-            return shards[0]
-        return unshard(shards, self.sharding, self.shape, self.name)
+        whole = shards[0] if len(shards) == 1 else unshard(shards, self.sharding, self.shape, self.name)
+        return whole.to(self.device)  # a gradient may be in the tier below
 
     def write(self, tensor: Tensor, shards: Sequence[Tensor]) -> None:
         tensor.copy_(self.to_tensor(shards, is_plain=True))

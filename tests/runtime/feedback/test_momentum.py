@@ -104,6 +104,34 @@ def test_without_loss_the_steps_are_those_of_an_adam_whose_variance_is_kept(name
         torch.testing.assert_close(found.detach(), wanted, rtol=1e-10, atol=1e-12, msg=path)
 
 
+class Table(nn.Module):
+    """A table of which some rows are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(600, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.rows(ids).square().mean()
+
+
+def test_what_had_no_gradient_stays_where_it_is() -> None:
+    """Codes of a row that was not read are not zero, and its variance is: a step over its root would be huge."""
+    torch.manual_seed(0)
+    parallel = shardc.parallelize(Table(), Mesh(dp=2), {"ids": P("dp")}, wire={"dp": "1bit"}, momentum=Momentum(2))
+    before = parallel.rows.weight.detach().clone()
+    optimizer = torch.optim.Adam(parallel.parameters(), lr=0.01)
+    read = torch.randint(300, (6, 40), generator=torch.Generator().manual_seed(1))
+    for _ in range(5):
+        optimizer.zero_grad()
+        parallel(read).backward()
+        optimizer.step()
+    was_read = torch.zeros(600, dtype=torch.bool).index_fill(0, read.flatten(), True)
+    moved = (parallel.rows.weight.detach() - before).abs().amax(1)
+    assert not moved[~was_read].any()
+    assert moved[was_read].all() and moved.isfinite().all()
+
+
 RENEWED = Momentum(4, every=3, before={"dp": "int8"})
 
 
