@@ -195,8 +195,8 @@ ERRORS: Mapping[str, tuple[dict[str, Any], str]] = {
     "a model": (
         {"model": None},
         "recompile(model=...): there is no such argument\n  it takes arguments of shardc.compile, but for the model"
-        "\n  say one of annotations, args, attention, bucket, differentiable, fixed, kwargs, links, mesh, momentum, "
-        "optimizer, pipeline, precision, remat, saved, strict, train, wire, zero",
+        "\n  say one of annotations, args, attention, bucket, differentiable, fixed, kwargs, links, local, mesh, "
+        "momentum, optimizer, pipeline, precision, remat, saved, strict, train, wire, zero",
     ),
     "the mesh alone": (
         {"mesh": Mesh(dp=8)},
