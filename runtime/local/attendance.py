@@ -57,7 +57,7 @@ class Roll:
 
 
 class Attendance:
-    """Finds the groups of each outer step of one module.
+    """Finds the groups of each outer step of one module, whose ``key`` is no other's.
 
     With ``patience`` the first rank of each group enters itself in a roll in the job's store. Once all are there, or
     one has waited so long and half of them are there, the roll is over, and those on it take the outer step. One that
@@ -67,8 +67,8 @@ class Attendance:
     was left out of the last. ``_lines``: of those of all groups that have met without the others.
     """
 
-    def __init__(self, groups: Groups) -> None:
-        self.groups, self.patience, self._purpose = groups, groups.option.patience, f"outer/{groups.key}"
+    def __init__(self, groups: Groups, key: str) -> None:
+        self.groups, self.patience, self._purpose = groups, groups.option.patience, f"outer/{key}"
         self._store = PrefixStore(f"shardc/{self._purpose}", default_store())
         self._next, self._behind = Counter[Hashable](), set[Hashable]()
         self._asked, self._lines = 0, dict[tuple[int, ...], Group]()

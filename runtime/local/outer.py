@@ -33,18 +33,20 @@ class OuterSteps(StepWatcher):
     loaded with it: the ``anchor``, which is what all groups had after the last outer step; the ``steps_since``; and
     what the outer optimizer keeps.
 
-    State: ``_parts``, by the id of a parameter, the part that it is in; ``_early``, by id, entries of parameters that
-    the optimizer has no state of yet; ``_optimizers``, the numbers of those that were seen, by id.
+    State: ``_early``, by the id of a parameter, entries of those that the optimizer has no state of yet; ``_optimizers``,
+    the numbers of those that were seen, by id; ``_has_stepped``, whether one of them may have changed a group by itself;
+    ``_copies``, how many there are.
     """
 
     sees_begin = True
 
-    def __init__(self, groups: Groups, model: nn.Module, bucket: int, initial: str) -> None:
+    def __init__(self, groups: Groups, model: nn.Module, bucket: int, initial: str, key: str) -> None:
         super().__init__()
         self.groups, self.option, self._bucket, self._initial = groups, groups.option, bucket, initial
-        self._attendance = Attendance(groups)
+        self._attendance = Attendance(groups, key)
         self._early, self._optimizers = dict[int, Record](), dict[int, int]()
-        self._model, self._has_begun = model, False
+        self._model, self._has_begun, self._has_stepped = model, False, False
+        self._key, self._copies = key, 0
 
     def begin(self) -> None:
         """Let all groups start from one model, before its first call."""
@@ -53,9 +55,16 @@ class OuterSteps(StepWatcher):
             tensors = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
             self.groups.start_alike(tensors, self._initial)
 
+    def copied(self, model: nn.Module) -> OuterSteps:
+        """The outer steps of a copy of the model."""
+        self._copies += 1
+        twin = OuterSteps(self.groups, model, self._bucket, self._initial, f"{self._key}.{self._copies}")
+        twin._has_begun, twin._has_stepped = self._has_begun, self._has_stepped
+        return twin
+
     def note_loaded(self) -> None:
         """What was loaded is what this group goes on from."""
-        self._has_begun = True
+        self._has_begun = self._has_stepped = True
         self._early.clear()
 
     def watched(self) -> list[Tensor]:
@@ -64,14 +73,16 @@ class OuterSteps(StepWatcher):
     def note_begin(self, optimizer: Optimizer, has_closure: bool) -> None:
         """Keep what the optimizer is about to change for the first time."""
         self._optimizers.setdefault(id(optimizer), len(self._optimizers))
-        for each, part in self._own(optimizer):
-            if ANCHOR not in self._record(optimizer, each):
-                steps = self.option.every - self.option.every * (part + 1) // self.option.parts
-                self._early[id(each)] = {ANCHOR: each.detach().clone(), STEPS: steps}
+        new = [(each, part) for each, part in self._own(optimizer) if ANCHOR not in self._record(optimizer, each)]
+        if self._has_stepped:
+            self._level([each for each, _ in new])
+        for each, part in new:
+            steps = self.option.every - self.option.every * (part + 1) // self.option.parts
+            self._early[id(each)] = {ANCHOR: each.detach().clone(), STEPS: steps}
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Count a step, and take the outer steps that are due."""
-        due: dict[int, list[Tensor]] = {}
+        self._has_stepped, due = True, dict[int, list[Tensor]]()
         for each, part in self._own(optimizer):
             record = self._record(optimizer, each)
             record[STEPS] += 1
@@ -90,6 +101,14 @@ class OuterSteps(StepWatcher):
                 changed.setdefault(part, []).append(each)
         for part, parameters in changed.items():
             self._step(optimizer, part, parameters)
+
+    @torch.no_grad()
+    def _level(self, parameters: Sequence[Tensor]) -> None:
+        """Let all groups have the mean of what each has: another optimizer begins, at any time."""
+        own = list(map(own_part, parameters))
+        wide = [each.to(self.groups.comm.device, wide_dtype(each.dtype)) for each in own]
+        for each, total in zip(own, sums(wide, self.groups.line, None, self._bucket, self.groups.traffic), strict=True):
+            each.copy_(total.div_(self.groups.count))
 
     def _own(self, optimizer: Optimizer) -> list[tuple[Tensor, int]]:
         """The parameters of an optimizer that are the module's, each with its part."""

@@ -179,7 +179,7 @@ class ModuleRuntime:
 
     def take_outer_steps(self, groups: Groups, bucket: int, initial: str) -> None:
         """Train as one of several groups, which start alike and meet in outer steps."""
-        self.outer = OuterSteps(groups, self.model, bucket, initial)
+        self.outer = OuterSteps(groups, self.model, bucket, initial, groups.key)
 
     def forget_gathered(self) -> None:
         """Forget what was gathered of parameters: their values may change now."""
@@ -204,6 +204,7 @@ class ModuleRuntime:
         twin._awaited, twin._values = self._awaited, dict(self._values)
         twin.seed, twin.step, twin.mesh = self.seed, self.step, self.mesh
         twin._is_compiled, twin.feedback = self._is_compiled, self.feedback.copied(twin.named_parameters)
+        twin.outer = None if self.outer is None else self.outer.copied(model)
         return twin
 
     def _request(
@@ -211,7 +212,7 @@ class ModuleRuntime:
     ) -> CallRequest:  # fmt: skip
         """What a call of the model or of a view of it asks for."""
         with self._telling():
-            if self.outer is not None:
+            if self.outer is not None and model is self.model and not self._returns_whole:  # which a group generates
                 args, kwargs = self.outer.groups.part_of_call(model, args, kwargs)
             latest = self._latest_states.setdefault(getattr(model, "path", ""), LatestState())
             state, tensors = latest.read(model)

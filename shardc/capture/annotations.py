@@ -102,7 +102,8 @@ def dims_of_groups(
 def within_group(matched: Matched, axis: str) -> Matched:
     """What annotations say on the ranks of one group of those along an axis: the same without the axis.
 
-    Raises a ShardingError for a parameter that is cut by the axis, and for an input that another axis cuts before.
+    Those that name no other axis are left out. Raises a ShardingError for a parameter that is cut by the axis, and for
+    an input that another axis cuts before.
     """
     cut = [entry for entry in matched.entries if axis in entry.spec.axes]
     problem = f"groups along {axis} have all parameters, each of its own"
@@ -112,7 +113,8 @@ def within_group(matched: Matched, axis: str) -> Matched:
     ])  # fmt: skip
     for entry in cut:
         _first_cut(entry, axis)
-    entries = tuple(replace(entry, spec=entry.spec.without(axis)) for entry in matched.entries)
+    others = (entry for entry in matched.entries if entry.spec.axes != (axis,) or entry.spec.rest_open)
+    entries = tuple(replace(entry, spec=entry.spec.without(axis)) for entry in others)
     return Matched(entries, tuple(dict.fromkeys(entry.text for entry in entries)))
 
 

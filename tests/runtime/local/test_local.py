@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,25 @@ def test_leaves_out_a_late_group(gloo: GlooPool, tmp_path: Path, late: int) -> N
     for _, parameters in found:
         for name, value in parameters.items():
             assert torch.equal(value, found[0][1][name]), name
+
+
+def of_a_copy() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """A copy goes on by itself, with steps of its own; one of its modules runs what a group has."""
+    module, optimizer = on_groups({"dc": 2, "dp": 2}, {"x": P(("dc", "dp"))}, Local("dc", 2))
+    take_steps(module, optimizer, range(3))
+    twin = copy.deepcopy(module)
+    losses = module(batches()[5]).detach(), twin(batches()[5]).detach()
+    take_steps(twin, torch.optim.AdamW(twin.parameters(), **INNER), range(2))
+    assert twin.up(batches()[0][:3]).shape == (3, 14)
+    return *losses, values(twin)
+
+
+def test_of_a_copy(gloo: GlooPool) -> None:
+    found = gloo.run(of_a_copy)
+    for one, other, parameters in found:
+        assert torch.equal(one, other)
+        for name, value in parameters.items():
+            assert torch.equal(value, found[0][2][name])
 
 
 def stepped_now() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
