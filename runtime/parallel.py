@@ -84,6 +84,12 @@ def parallel_module(
         what, problem = f"compile={backend!r} with {options.zero.text}", "compiled code has parameters on the device"
         remedy = f"leave compile out, or say offload={OPTIMIZER!r}"
         raise ShardingError("parallelize", what, problem, remedy)
+    if options.saves_below and backend != "eager":
+        what, problem = (
+            f"compile={backend!r} with saved={dict(options.saved or {})!r}",
+            "compiled code saves on the device",
+        )
+        raise ShardingError("parallelize", what, problem, "leave compile out, or the tier out of saved")
     gate: Gate | None = None
     if meeting is not None:
         further = {"compile": backend, "initial": initial, "check": check}

@@ -91,8 +91,9 @@ def add_mesh_options(parser: Parser, is_required: bool = True) -> None:
         "bytes on a rank",
     )  # fmt: skip
     parser.add_argument(
-        "--saved", metavar="GLOB=AXES[,GLOB=AXES]...", type=_saved,
-        help="cut over axes what is saved of the values that modules read, which backward gathers: 'h.*=tp'; or none",
+        "--saved", metavar="GLOB=AXES[+TIER][,...]", type=_saved,
+        help="cut over axes what is saved of the values that modules read, which backward gathers: 'h.*=tp'; or save it "
+        "in a tier below the device, h.*=host or h.*=/scratch, or both, h.*=tp+host; or none",
     )  # fmt: skip
     parser.add_argument(
         "--momentum", metavar="STEPS", type=_momentum,
@@ -353,13 +354,20 @@ def _momentum(text: str) -> Momentum:
 
 
 def _saved(text: str) -> dict[str, str | tuple[str, ...] | None]:
-    """The axes by glob: ``h.*=tp,head=tp+dp``."""
+    """The axes and the tier by glob: ``h.*=tp,head=tp+dp,lm_head=tp+host``; a path, ``tp+/scratch``, comes last."""
     found: dict[str, str | tuple[str, ...] | None] = {}
     for entry in text.split(","):
-        glob, equals, axes = entry.partition("=")
-        if not (glob and equals and all(axes.split("+"))):
-            raise unreadable(text, f"{entry!r} does not read GLOB=AXES", "say 'h.*=tp', or 'h.*=dp+tp' for two axes")
-        found[glob] = None if axes == "none" else tuple(axes.split("+")) if "+" in axes else axes
+        glob, equals, where = entry.partition("=")
+        axes, slash, path = where.partition("/")
+        parts = tuple(axes.split("+"))
+        if slash and not parts[-1]:  # so that the path begins there
+            parts = (*parts[:-1], slash + path)
+        elif slash:
+            parts = ()
+        if not (glob and equals and parts and all(parts)):
+            remedy = "say 'h.*=tp', 'h.*=dp+tp' for two axes, 'h.*=host', or 'h.*=tp+/scratch'"
+            raise unreadable(text, f"{entry!r} does not read GLOB=AXES", remedy)
+        found[glob] = None if where == "none" else parts if len(parts) > 1 else parts[0]
     return found
 
 

@@ -20,7 +20,8 @@ class MemoryEntry:
     ``optimizer``: its states, Adam's two by default. ``saved``: what forward makes and backward uses. ``gathered``: the
     most of gathered parameters alive at a time. ``peak``: the most alive at a time, inputs and the optimizer included.
     ``offloaded``: those of the first three that are in host memory or in files; absent where none may be.
-    ``residuals``: what codes left out of gradients, which is in the peak; absent where they leave out nothing.
+    ``saved_below``: what is saved there, beside ``saved``; absent where nothing is. ``residuals``: what codes left out of
+    gradients, which is in the peak; absent where they leave out nothing.
     """
 
     parameters: Count
@@ -30,6 +31,7 @@ class MemoryEntry:
     gathered: Count
     peak: Count
     offloaded: Count | None = None
+    saved_below: Count | None = None
     residuals: Count | None = None
 
 
@@ -104,6 +106,7 @@ class MemoryExpressions:
     gathered: str
     peak: str
     offloaded: str | None = None
+    saved_below: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,13 +252,14 @@ class AxesTime:
 class CopyTime:
     """Copies between the device and the tier below, in seconds.
 
-    ``way``: fetched, or offloaded. ``waited``: in which computing is idle until one of them ends.
+    ``way``: fetched, or offloaded. ``waited``: in which computing is idle until one of them ends. ``bytes``: of all.
     """
 
     way: Literal["fetched", "offloaded"]
     count: Count
     seconds: Amount
     waited: Amount
+    bytes: Count
 
 
 @dataclass(frozen=True, slots=True)

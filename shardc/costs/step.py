@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardc.costs.count import flops_of
+from torch import fx
+
+from shardc.costs.count import flops_of, nbytes
 from shardc.costs.memory import memory_of
 from shardc.costs.records import AxesTime, CopyTime, MemoryEntry, TimeEntry, TrafficEntry
 from shardc.costs.stage_record import StageRecord
@@ -80,7 +82,7 @@ class StepRecord:
             tasks = self.timeline.on(lane)
             times = len(tasks), rounded(sum(task.seconds for task in tasks)), rounded(waiting[lane])
             if lane in COPYING.values():
-                copies.append(CopyTime(lane, *times))  # type: ignore[arg-type]
+                copies.append(CopyTime(lane, *times, sum(map(self._copied, tasks))))  # type: ignore[arg-type]
             else:
                 collectives.append(AxesTime(axes_and_link(lane)[0], *times))
         computing, optimizer, shared = (rounded(sums[name]) for name in ("computing", OPTIMIZER, "shared"))
@@ -105,6 +107,15 @@ class StepRecord:
         ]
         rows.append(("total", "", seconds_text(entry.step), "", ""))
         return table(("predicted step", "count", "time", "waited for", "link"), rows)
+
+    def _copied(self, task: Task) -> int:
+        """The bytes of a copy between the device and the tier below."""
+        assert isinstance(task.name, Slice), task
+        return nbytes(self.program.local_type(self._nodes[task.name.name]))
+
+    @cached_property
+    def _nodes(self) -> Mapping[str, fx.Node]:
+        return {node.name: node for node in self.program.calls}
 
     def _waiting_seconds(self) -> Counter[object]:
         """For each lane the time for which the computing lane is idle until a task on it ends."""
