@@ -1,4 +1,4 @@
-"""cut_saved: lowered -> lowered. What is saved for backward is cut further, or in the tier below (the option ``saved``).
+"""cut_saved: lowered -> lowered. What is saved for backward is cut, or put in the tier below, as ``saved`` says.
 
 Ranks that would all save a value save a piece each, and backward gathers the pieces before it reads them::
 

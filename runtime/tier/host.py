@@ -25,7 +25,7 @@ class Host:
     def copy_out(self, memory: Tensor, into: Tensor | None = None, is_held: bool = False) -> Tensor:
         """A copy in host memory, pinned for a device with streams, or in a tensor that is given.
 
-        ``is_held``: the caller holds the memory until it has waited for the copy, so that it is free then and not later.
+        ``is_held``: the caller holds the memory until it has waited for the copy; then it is free at once.
         """
         copy = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=self.has_streams) if into is None else into
         with self._copying(after_computing=True):

@@ -90,10 +90,9 @@ class Tier:
         return partial(self._after, self._host.mark(), copy, x)
 
     def restore(self, x: Tensor) -> Callable[[], Tensor]:
-        """As ``fetch``, of what was saved: in memory of the stream that computes, so that it is free after its last use."""
-        return self.fetch(
-            x, torch.empty(x.shape, dtype=x.dtype, device=self.device) if self._host.has_streams else None
-        )
+        """As ``fetch``, of what was saved, into memory of the stream that computes: it is free after its last use."""
+        into = torch.empty(x.shape, dtype=x.dtype, device=self.device) if self._host.has_streams else None
+        return self.fetch(x, into)
 
     def _after(self, mark: Any, copy: Tensor, held: Tensor) -> Tensor:
         """A copy once computation waits for it; the memory that is copied is ``held`` until then."""

@@ -92,8 +92,8 @@ def add_mesh_options(parser: Parser, is_required: bool = True) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--saved", metavar="GLOB=AXES[+TIER][,...]", type=_saved,
-        help="cut over axes what is saved of the values that modules read, which backward gathers: 'h.*=tp'; or save it "
-        "in a tier below the device, h.*=host or h.*=/scratch, or both, h.*=tp+host; or none",
+        help="cut over axes what is saved of the values that modules read, which backward gathers: 'h.*=tp'; or save "
+        "it in host memory or files, h.*=host or h.*=/scratch; or both, h.*=tp+host; or none",
     )  # fmt: skip
     parser.add_argument(
         "--momentum", metavar="STEPS", type=_momentum,

@@ -76,7 +76,8 @@ def run(options: argparse.Namespace) -> int:
     program = compiled(options)
     cost = program.cost
     text = with_warnings(cost.text(), program.whole.notes)
-    write(text if options.format == "text" else json_text(Cost(options.mesh.sizes, *cost.entries())), options.output)
+    record = Cost(options.mesh.sizes, *cost.entries(), cost.copies or None)
+    write(text if options.format == "text" else json_text(record), options.output)
     return GOOD
 
 

@@ -20,8 +20,8 @@ class MemoryEntry:
     ``optimizer``: its states, Adam's two by default. ``saved``: what forward makes and backward uses. ``gathered``: the
     most of gathered parameters alive at a time. ``peak``: the most alive at a time, inputs and the optimizer included.
     ``offloaded``: those of the first three that are in host memory or in files; absent where none may be.
-    ``saved_below``: what is saved there, beside ``saved``; absent where nothing is. ``residuals``: what codes left out of
-    gradients, which is in the peak; absent where they leave out nothing.
+    ``saved_below``: what is saved there, beside ``saved``; absent where nothing is.
+    ``residuals``: what codes left out of gradients, which is in the peak; absent where they leave out nothing.
     """
 
     parameters: Count
@@ -65,12 +65,28 @@ class TrafficEntry:
     wire_bytes: Count
 
 
+Way = Literal["fetched", "offloaded"]
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Copies of a step in one phase between the device and the tier below: host memory, or files.
+
+    ``way``: fetched from there, or offloaded to it.
+    """
+
+    phase: Phase
+    way: Way
+    count: Count
+    bytes: Count
+
+
 @dataclass(frozen=True, slots=True)
 class Cost:
     """The cost of a step in numbers.
 
     ``mesh``: the axes of ranks, with their sizes. ``traffic``: what one rank sends in a step, in the order in which
-    each first occurs. ``flops``: floating-point operations of one rank.
+    each first occurs. ``flops``: floating-point operations of one rank. ``copies``: absent where there are none.
     """
 
     version: Literal[1] = field(default=1, init=False)
@@ -78,6 +94,7 @@ class Cost:
     traffic: tuple[TrafficEntry, ...]
     memory: MemoryEntry
     flops: Count
+    copies: tuple[Copies, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,14 +269,13 @@ class AxesTime:
 class CopyTime:
     """Copies between the device and the tier below, in seconds.
 
-    ``way``: fetched, or offloaded. ``waited``: in which computing is idle until one of them ends. ``bytes``: of all.
+    ``way``: fetched, or offloaded. ``waited``: in which computing is idle until one of them ends.
     """
 
-    way: Literal["fetched", "offloaded"]
+    way: Way
     count: Count
     seconds: Amount
     waited: Amount
-    bytes: Count
 
 
 @dataclass(frozen=True, slots=True)

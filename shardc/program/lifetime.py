@@ -153,8 +153,9 @@ NEW = {dot, lookup_rows, scatter_rows, *MAKE_NEW, *RINGS, *TRANSFERS}
 def dies_at(value: fx.Node, reader: fx.Node, part: Mapping[fx.Node, int]) -> bool:
     """Whether the memory of a value is allocated in a part and no call reads it after ``reader`` began.
 
-    ``part``: its calls, each with its index in the order in which they run. A sender or a copy to the tier below may read
-    its operand later and the result of another library's op may share its operand's memory, so none lets a value die.
+    ``part``: its calls, each with its index in the order in which they run. A sender, or a copy to the tier below, may
+    read its operand later, and the result of another library's op may share its operand's memory: neither lets a value
+    die.
     """
     root = allocation(value)
     others = [node for node in reader.all_input_nodes if node is not value]

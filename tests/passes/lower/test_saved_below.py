@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,12 @@ from hypothesis import strategies as st
 from measuring import measured, measured_by_rank, without_optimizer
 from parallel_models import whole
 from random_model import BY_ROW, SIZES, RandomModel, Step
-from rehearsal import rehearse
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardc
 from shardc import Compiled, Mesh, P, Pipeline, Precision, Remat, Zero
-from shardc.cli.main import main
 from shardc.costs.memory import memory_by_rank
-from shardc.costs.step import StepRecord
-from shardc.language.errors import OptionError
 from shardc.language.machine import Machine
 from shardc.ops.tier import fetch, offload
 from shardc.passes.lower import cut_saved
