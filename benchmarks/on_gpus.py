@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import torch
 import torch.distributed as dist
 from gpt import DATA
-from ours import PLANS, Plan
+from ours import PLANS, TENSOR, Plan
 from trainer import SIZES, Job, Trainer, batches, new_model
 
 from shardc import Mesh, Pipeline, Zero
@@ -34,7 +34,8 @@ CODED = {
     f"shardc zero3 {codec}": Plan("dp", DATA, {"zero": Zero("dp", 3), "wire": {"dp": codec}})
     for codec in ("fp16", "fp8", "int8", "int4")
 }
-OWN_PLANS = {**PLANS, "shardc zb-v, offloaded": OFFLOADING, **CODED}
+SAVED_BELOW = Plan("tp", TENSOR, {"saved": {"*": "host", "blocks.*": ("tp", "host")}})
+OWN_PLANS = {**PLANS, "shardc zb-v, offloaded": OFFLOADING, "shardc tp, saved on the host": SAVED_BELOW, **CODED}
 
 
 class VirtualJob(Job):

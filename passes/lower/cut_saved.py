@@ -54,8 +54,9 @@ def cut_saved(program: Program) -> Program:
     cuts = Cuts(program)
     for stage, readers in _backward_by_stage(program).items():
         _cut_for(program, cuts, readers, stage)
-    unused = [key for key, entry in saved.items() if entry is not None and key not in cuts.used]
-    program.notes = (*program.notes, *(f"saved names {key!r}, but {NOTHING_CUT}" for key in unused))
+    unused = {key: entry for key, entry in saved.items() if entry is not None and key not in cuts.used}
+    why = {key: NOTHING_CUT if tier_of_entry(entry) is None else NOTHING_BELOW for key, entry in unused.items()}
+    program.notes = (*program.notes, *(f"saved names {key!r}, but {each}" for key, each in why.items()))
     return program
 
 
@@ -69,14 +70,15 @@ def pieces_of(program: Program, forward: Iterable[fx.Node]) -> dict[Value, int]:
 
 
 NOTHING_CUT = "nothing that these modules read is cut so: its axes are of one rank or cut it already, or dims are short"
-PAGE = 4096  # bytes, of which files are made; on a rank, fewer stay on its device
+NOTHING_BELOW = "nothing that these modules read is saved so: backward reads no matrix of it that is made of the inputs"
 
 
 class Cuts:
     """How each value of forward is cut while it is saved, and where it is. OptionError where a glob matches no module.
 
-    What depends on no input, as positions do, is not sent but saved by every rank; what depends on parameters alone, as
-    casts of them do, stays on the device. ``used``: the keys of the option that change how a value is saved.
+    What depends on no input, as positions do, is not sent but saved by every rank. On the device stay numbers and
+    vectors, which are small at any size, and what depends on parameters alone, as casts of them do. ``used``: the keys
+    of the option that change how a value is saved.
     """
 
     def __init__(self, program: Program) -> None:
@@ -98,13 +100,11 @@ class Cuts:
         if key is None or entry is None or node not in self.of_inputs:
             return None
         stored = self._stored(type_, computed, entry)
-        cut = SavedCut(node.name, type_, stored, computed, f"saved={{{key!r}: {entry!r}}}")
-        if node in self.of_data and cut.nbytes >= PAGE:
-            cut = replace(cut, to=tier_of_entry(entry))
-        if stored == computed and cut.to is None:
+        to = tier_of_entry(entry) if node in self.of_data and len(type_.shape) > 1 else None
+        if stored == computed and to is None:
             return None
         self.used.add(key)
-        return cut
+        return SavedCut(node.name, type_, stored, computed, f"saved={{{key!r}: {entry!r}}}", to)
 
     def _stored(self, type_: TensorType, computed: Sharding, entry: Entry) -> Sharding:
         """The sharding in which a value is saved; the same where it cannot be cut so."""
