@@ -245,7 +245,9 @@ def test_what_cannot_be_is_said() -> None:
         compile_gpt(Mesh(tp=2), saved={"blocks.*": "tq"})
     with pytest.raises(OptionError, match=r"saved=\{'blcks\.\*': 'tp'\}.*\n.*matches none.*\n.*did you mean blocks"):
         compile_gpt(Mesh(tp=2), saved={"blcks.*": "tp"})
-    with pytest.raises(OptionError, match=r"saved='tp'\n.*globs over modules to axes, or to where values are\n.*say saved=\{'blocks"):
+    with pytest.raises(
+        OptionError, match=r"saved='tp'\n.*globs over modules to axes, or to where values are\n.*say saved=\{'blocks"
+    ):
         compile_gpt(Mesh(tp=2), saved="tp")
     for entry in (3, (), P("tp", "dp"), P(), ("tp", 1)):
         with pytest.raises(OptionError, match="neither axes, nor a P with one dim cut, nor .*, nor None"):
