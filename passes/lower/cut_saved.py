@@ -30,7 +30,7 @@ from torch import fx
 from shardc.language.errors import OptionError, did_you_mean
 from shardc.language.sharding import DimSharding, Sharding, TensorType, num_shards
 from shardc.ops.tier import fetch, offload
-from shardc.options.saved import Entry, axes_of_entry, dim_of_entry, key_for, tier_of_entry
+from shardc.options.saved import SavedAs, key_for, saved_as
 from shardc.program.collective import all_gather, saved_slice
 from shardc.program.communication import is_saved
 from shardc.program.lifetime import owners_of, split
@@ -45,8 +45,7 @@ from .make_again import enclosing, make_again
 
 def cut_saved(program: Program) -> Program:
     """The program that saves pieces, or in the tier below; the same without the option."""
-    saved = program.options.saved
-    if not saved or not split(program).backward:
+    if not program.options.saved or not split(program).backward:
         return program
     program = program.copy()
     for node in split(program).backward:  # what backward computes of forward may stand before what it will gather
@@ -54,8 +53,8 @@ def cut_saved(program: Program) -> Program:
     cuts = Cuts(program)
     for stage, readers in _backward_by_stage(program).items():
         _cut_for(program, cuts, readers, stage)
-    unused = {key: entry for key, entry in saved.items() if entry is not None and key not in cuts.used}
-    why = {key: NOTHING_CUT if tier_of_entry(entry) is None else NOTHING_BELOW for key, entry in unused.items()}
+    unused = {key: how.to for key, how in cuts.saved.items() if how is not None and key not in cuts.used}
+    why = {key: NOTHING_CUT if to is None else NOTHING_BELOW for key, to in unused.items()}
     program.notes = (*program.notes, *(f"saved names {key!r}, but {each}" for key, each in why.items()))
     return program
 
@@ -82,12 +81,14 @@ class Cuts:
     """
 
     def __init__(self, program: Program) -> None:
-        self.program, self.saved, self.used = program, program.options.saved or {}, set[str]()
+        entries = program.options.saved or {}
+        self.program, self.entries, self.used = program, entries, set[str]()
+        self.saved = {key: saved_as(entry) for key, entry in entries.items()}
         self.of_inputs = descendants(*program.placeholders)
         kinds = zip(program.placeholders, program.inputs, strict=True)
         self.of_data = descendants(*(node for node, put in kinds if put.kind in ("input", "random")))
         paths = {path for node in split(program).forward for path in enclosing(program.source(node).module)}
-        for key, entry in self.saved.items():
+        for key, entry in entries.items():
             if key_for({key: entry}, {"", *paths}) is None:
                 what, problem = f"a glob over {len(paths)} modules", "it matches none"
                 remedy = did_you_mean(key, paths) or "say '*' for all"
@@ -95,22 +96,22 @@ class Cuts:
 
     def of(self, node: fx.Node) -> SavedCut | None:
         """How a value is saved; None where it is as it was computed."""
-        key, computed = key_for(self.saved, self._modules(node)), self.program.sharding(node)
-        entry, type_ = None if key is None else self.saved[key], self.program.global_type(node)
-        if key is None or entry is None or node not in self.of_inputs:
+        key, computed = key_for(self.entries, self._modules(node)), self.program.sharding(node)
+        how, type_ = None if key is None else self.saved[key], self.program.global_type(node)
+        if key is None or how is None or node not in self.of_inputs:
             return None
-        stored = self._stored(type_, computed, entry)
-        to = tier_of_entry(entry) if node in self.of_data and len(type_.shape) > 1 else None
+        stored = self._stored(type_, computed, how)
+        to = how.to if node in self.of_data and len(type_.shape) > 1 else None
         if stored == computed and to is None:
             return None
         self.used.add(key)
-        return SavedCut(node.name, type_, stored, computed, f"saved={{{key!r}: {entry!r}}}", to)
+        return SavedCut(node.name, type_, stored, computed, f"saved={{{key!r}: {self.entries[key]!r}}}", to)
 
-    def _stored(self, type_: TensorType, computed: Sharding, entry: Entry) -> Sharding:
+    def _stored(self, type_: TensorType, computed: Sharding, how: SavedAs) -> Sharding:
         """The sharding in which a value is saved; the same where it cannot be cut so."""
         if computed.partial:
             return computed
-        stored = self._sharding(type_, computed, axes_of_entry(entry), dim_of_entry(entry))
+        stored = self._sharding(type_, computed, how.axes, how.dim)
         is_cut = stored.storable(type_.shape) == stored and len(_changed(computed, stored)) == 1
         return stored if is_cut else computed
 

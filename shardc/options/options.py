@@ -14,7 +14,7 @@ from .momentum import Momentum
 from .pipeline import Pipeline
 from .precision import Precision
 from .remat import Remat
-from .saved import Saved, check_saved, tier_of_entry
+from .saved import Saved, check_saved, saved_as, with_text
 from .zero import HOST, STAGES, Offloaded, Zero
 
 BUCKET = 25 * 2**20  # bytes, as many as DDP's
@@ -47,6 +47,9 @@ class Options:
     saved: Saved | None = field(default=None, hash=False)
     momentum: Momentum | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "saved", with_text(self.saved))
+
     @property
     def optimizer_states(self) -> int:
         """The tensors that the optimizer keeps for each parameter, of its shape and dtype."""
@@ -65,7 +68,7 @@ class Options:
     @property
     def saves_below(self) -> bool:
         """Whether values are saved for backward in the tier below the device's memory."""
-        return any(entry is not None and tier_of_entry(entry) for entry in (self.saved or {}).values())
+        return any(how is not None and how.to is not None for how in map(saved_as, (self.saved or {}).values()))
 
     @property
     def in_files(self) -> bool:

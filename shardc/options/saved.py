@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -25,25 +26,47 @@ Saved = Mapping[str, Entry | None]
 EXAMPLE = "saved={'blocks.*': 'tp'}, or saved={'blocks.*': 'host'}"
 
 
-def axes_of_entry(entry: Entry) -> tuple[str, ...]:
-    """The axes that an entry names."""
-    return tuple(name for part in _cuts(entry) for given in _entries(part) for name in _names(given))
+@dataclass(frozen=True, slots=True)
+class SavedAs:
+    """How a value is saved: cut over ``axes``, in the tier ``to``, which is ``"host"`` or a folder.
+
+    ``dim``: the one that is cut; None where it is left to the compiler. ``to``: None for a value on the device.
+    """
+
+    axes: tuple[str, ...]
+    dim: int | None
+    to: str | None
 
 
-def dim_of_entry(entry: Entry) -> int | None:
-    """The dim that an entry cuts; None where it is left to the compiler."""
-    cuts = _cuts(entry)
-    if not cuts or not isinstance(cuts[0], P):
-        return None
-    return next(dim for dim, given in enumerate(cuts[0].entries) if _names(given))
+def saved_as(entry: Any) -> SavedAs | None:
+    """What an entry says; None where it says nothing that has a meaning."""
+    *cuts, last = entry if isinstance(entry, (tuple, list)) and entry else (entry,)
+    if (to := _tier(last)) is None:
+        cuts.append(last)
+    if len(cuts) == 1 and isinstance(cuts[0], P):
+        dims = {dim: names for dim, given in enumerate(cuts[0].entries) if (names := _names(given))}
+        return next((SavedAs(names, dim, to) for dim, names in dims.items()), None) if len(dims) == 1 else None
+    return SavedAs(tuple(cuts), None, to) if all(isinstance(name, str) for name in cuts) else None
 
 
-def tier_of_entry(entry: Entry) -> str | None:
-    """The tier that an entry names, ``"host"`` or the path of a folder; None where values stay on the device."""
-    last = _parts(entry)[-1] if _parts(entry) else None
-    if isinstance(last, os.PathLike) or (isinstance(last, str) and os.path.isabs(last)):
-        return os.path.normpath(last)
-    return HOST if last == HOST else None
+def _tier(part: Any) -> str | None:
+    if isinstance(part, str) and os.path.isabs(part):
+        return os.path.normpath(part)
+    return HOST if part == HOST else None
+
+
+def with_text(saved: Any) -> Any:
+    """The option with paths as text, as they are printed, compared between ranks, and packed."""
+
+    def text(part: Any) -> Any:
+        return os.fspath(part) if isinstance(part, os.PathLike) else part
+
+    if not isinstance(saved, Mapping):
+        return saved
+    return {
+        key: type(entry)(map(text, entry)) if isinstance(entry, (tuple, list)) else text(entry)
+        for key, entry in saved.items()
+    }
 
 
 def tier_text(tier: str) -> str:
@@ -66,54 +89,27 @@ def check_saved(saved: Any, mesh: Mesh) -> None:
         who = f"saved={{{key!r}: {entry!r}}}"
         if not isinstance(key, str) or not key:
             errors.append(OptionError(who, f"{key!r}", "it is no glob over the paths of modules", f"say {EXAMPLE}"))
-        if entry is not None and not _is_entry(entry):
+        how = None if entry is None else saved_as(entry)
+        if how is not None:
+            errors += _misnamed(who, how, mesh)
+        elif entry is not None:
             problem = "it is neither axes, nor a P with one dim cut, nor 'host' or the path of a folder, nor None"
             errors.append(OptionError(who, f"{entry!r}", problem, f"say {EXAMPLE}"))
-        elif entry is not None:
-            errors += _wrong_axes(who, axes_of_entry(entry), mesh)
-            errors += _ambiguous(who, entry, mesh)
     raise_all(errors)
 
 
-def _wrong_axes(who: str, names: Sequence[str], mesh: Mesh) -> Iterator[OptionError]:
-    for i, name in enumerate(names):
+def _misnamed(who: str, how: SavedAs, mesh: Mesh) -> Iterator[OptionError]:
+    for i, name in enumerate(how.axes):
         if name not in mesh.axis_names:
             known = f"say one of {', '.join(mesh.axis_names)}, or last {HOST!r} or the absolute path of a folder"
             remedy = did_you_mean(name, mesh.axis_names) or known
             yield OptionError(who, f"{name!r}", "it is no axis of the mesh", remedy)
-        elif name in names[:i]:
+        elif name in how.axes[:i]:
             yield OptionError(who, f"{name!r}", "an axis cuts a value once", "name it once")
-
-
-def _ambiguous(who: str, entry: Entry, mesh: Mesh) -> Iterator[OptionError]:
-    if tier_of_entry(entry) == HOST and HOST in mesh.axis_names:
+    if how.to == HOST and HOST in mesh.axis_names:
         problem = "it is host memory, and an axis of the mesh"
         remedy = f"say P({HOST!r}) to cut dim 0 over the axis; for host memory give the axis another name"
         yield OptionError(who, repr(HOST), problem, remedy)
-
-
-def _is_entry(entry: Any) -> bool:
-    parts = _parts(entry)
-    if not parts or not all(isinstance(part, (str, os.PathLike, P)) for part in parts):
-        return False
-    cuts = _cuts(entry)
-    if any(isinstance(part, P) for part in cuts):
-        return len(cuts) == 1 and len([given for given in cuts[0].entries if _names(given)]) == 1
-    return all(isinstance(part, str) for part in cuts)
-
-
-def _parts(entry: Any) -> tuple[Any, ...]:
-    return tuple(entry) if isinstance(entry, (tuple, list)) else (entry,)
-
-
-def _cuts(entry: Entry) -> tuple[Any, ...]:
-    """The parts of an entry that name axes."""
-    parts = _parts(entry)
-    return parts if tier_of_entry(entry) is None else parts[:-1]
-
-
-def _entries(part: Any) -> tuple[Any, ...]:
-    return part.entries if isinstance(part, P) else (part,)
 
 
 def _names(given: Any) -> tuple[str, ...]:

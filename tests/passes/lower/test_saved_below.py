@@ -108,11 +108,10 @@ def trained_on_ranks(saved: Any) -> tuple[list[float], dict[str, Tensor]]:
 
 
 def test_ranks_train_to_the_bit_as_without_it(gloo: GlooPool, tmp_path: Path) -> None:
-    plain = gloo.run(trained_on_ranks, None)
-    for saved in ({"*": tmp_path}, {"blocks.*": ("tp", "host")}):
-        for found, wanted in zip(gloo.run(trained_on_ranks, saved), plain, strict=True):
-            assert found[0] == wanted[0]
-            assert all(torch.equal(found[1][name], value) for name, value in wanted[1].items())
+    plain, saved = gloo.run(trained_on_ranks, None), {"*": tmp_path, "blocks.*": ("tp", "host")}
+    for found, wanted in zip(gloo.run(trained_on_ranks, saved), plain, strict=True):
+        assert found[0] == wanted[0]
+        assert all(torch.equal(found[1][name], value) for name, value in wanted[1].items())
     assert not list(tmp_path.iterdir())
 
 
@@ -146,7 +145,7 @@ def copies_of(parallel: Any) -> int:
     return len(copies(parallel.program, offload))
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(st.data())
 def test_random_models_compute_the_same_to_the_bit(data: st.DataObject) -> None:
     ops = (*BY_ROW, "softmax", "flip")
@@ -208,14 +207,14 @@ def gathers(compiled: Compiled) -> list[shardc.Collective]:
 
 
 def test_a_last_layer_may_stay_and_lengths_share_a_program() -> None:
-    model, _ = target()
-    saved = {"blocks.*": "host", f"blocks.{SIZE.layers - 1}*": None}
+    model, _ = target(ODD)
+    saved = {"blocks.*": "host", f"blocks.{ODD.layers - 1}*": None}
     parallel = shardc.parallelize(model, Mesh(dp=2, tp=2), {**DATA, **MEGATRON}, remat=BLOCKS, saved=saved)
     with mock.patch("shardc.api._compiled", wraps=api._compiled) as compiled:
-        for length in (8, 12, 9, 15, 14, 16):
-            ids = torch.randint(SIZE.vocab, (4, length))
+        for length in (8, 12, 9, 15):
+            ids = torch.randint(ODD.vocab, (4, length))
             parallel(ids, ids).backward()
-            below = (SIZE.layers - 1) * 2 * 2 * length * SIZE.width * 4
+            below = (ODD.layers - 1) * 2 * 2 * length * ODD.width * 4
             assert parallel.program.memory["saved_below"] == below
     assert compiled.call_count == 2
 
@@ -232,13 +231,16 @@ def test_the_command_line_takes_tiers(capsys: pytest.CaptureFixture[str]) -> Non
     assert "say 'h.*=tp', 'h.*=dp+tp' for two axes, 'h.*=host', or 'h.*=tp+/scratch'" in capsys.readouterr().err
 
 
-def test_what_cannot_be_is_said(tmp_path: Path) -> None:
+def test_what_cannot_be_is_said() -> None:
     with pytest.raises(OptionError, match=r"'host'\n  it is host memory, and an axis of the mesh\n  say P\('host'\)"):
         compile_gpt(Mesh(host=2), saved={"*": "host"})
     assert not copies(compile_gpt(Mesh(host=2), saved={"*": P(None, None, "host")})[0], offload)
-    with pytest.raises(OptionError, match=r"'scratch'\n  it is no axis of the mesh\n.*the absolute path of a folder"):
-        compile_gpt(Mesh(tp=2), saved={"*": ("tp", "scratch")})
-    for entry in (("host", P("tp")), (P("tp"), "tp", "host"), (tmp_path, "tp"), ("tp", 3)):
+    for entry in (("tp", "scratch"), (Path("scratch"), "tp"), ("host", "tp")):
+        with pytest.raises(
+            OptionError, match=r"(scratch|host)'\n  it is no axis of the mesh\n.*the absolute path of a f"
+        ):
+            compile_gpt(Mesh(tp=2), saved={"*": entry})
+    for entry in (("host", P("tp")), (P("tp"), "tp", "host"), ("tp", 3)):
         with pytest.raises(OptionError, match="neither axes, nor a P with one dim cut, nor 'host' or the path"):
             compile_gpt(Mesh(tp=2), saved={"*": entry})
     pipeline = Pipeline("pp", 4, schedule="interleaved", chunks=3, offload=True)
