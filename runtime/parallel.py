@@ -85,11 +85,11 @@ def parallel_module(
         remedy = f"leave compile out, or say offload={OPTIMIZER!r}"
         raise ShardingError("parallelize", what, problem, remedy)
     if options.saves_below and backend != "eager":
-        what, problem = (
-            f"compile={backend!r} with saved={dict(options.saved or {})!r}",
-            "compiled code saves on the device",
+        what, remedy = (
+            f"compile={backend!r} with saved={options.saved!r}",
+            "leave compile out, or the tier out of saved",
         )
-        raise ShardingError("parallelize", what, problem, "leave compile out, or the tier out of saved")
+        raise ShardingError("parallelize", what, "compiled code saves on the device", remedy)
     gate: Gate | None = None
     if meeting is not None:
         further = {"compile": backend, "initial": initial, "check": check}

@@ -18,8 +18,7 @@ from ..comm.process_group import WAIT
 from .lower import SAVE, Collective, PartGraph, Place
 
 PRODUCTS = (torch.mm, torch.bmm, torch.addmm)
-SAVES = 8
-MOST_UNDER_WAY = {"reduce_scatter": 2, SAVE: SAVES}  # by kind, of those over the same axes
+MOST_UNDER_WAY = {"reduce_scatter": 2, SAVE: 8}  # by kind, of those over the same axes
 LARGE = 1 << 16  # elements of a product that is worth a view of its place in a buffer
 SUMS: dict[Any, tuple[Any, str]] = {torch.mm: (torch.addmm, "addmm_"), torch.bmm: (torch.baddbmm, "baddbmm_")}
 
@@ -119,8 +118,8 @@ def with_buffers(graph: fx.Graph) -> None:
 def with_waits(graph: fx.Graph) -> dict[str, str]:
     """Wait for each collective before its first reader; by name, the collective that a node waits for.
 
-    At most two reduce_scatters over the same axes are in flight, since their operands, which are larger than their
-    results, live until they are done; for the same reason at most ``SAVES`` values that go to the tier below.
+    Of reduce_scatters over the same axes, and of copies of what is saved to the tier below, only so many are in flight,
+    since their operands, which are larger than the results on the device, live until they are done.
     """
     started, waits = dict[fx.Node, None](), dict[str, str]()
     latest: dict[tuple[str, ...], list[fx.Node]] = {}  # the last reduce_scatters by axes, and saves, which have none

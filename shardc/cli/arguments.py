@@ -353,21 +353,20 @@ def _momentum(text: str) -> Momentum:
     return Momentum(count(text))
 
 
+_PARTS = re.compile(r"((?:[^+/]+\+)*)([^+/]+|/.*)")  # axes, and an axis, a tier or a path
+
+
 def _saved(text: str) -> dict[str, str | tuple[str, ...] | None]:
     """The axes and the tier by glob: ``h.*=tp,head=tp+dp,lm_head=tp+host``; a path, ``tp+/scratch``, comes last."""
     found: dict[str, str | tuple[str, ...] | None] = {}
     for entry in text.split(","):
         glob, equals, where = entry.partition("=")
-        axes, slash, path = where.partition("/")
-        parts = tuple(axes.split("+"))
-        if slash and not parts[-1]:  # so that the path begins there
-            parts = (*parts[:-1], slash + path)
-        elif slash:
-            parts = ()
-        if not (glob and equals and parts and all(parts)):
+        parts = _PARTS.fullmatch(where)
+        if not (glob and equals and parts):
             remedy = "say 'h.*=tp', 'h.*=dp+tp' for two axes, 'h.*=host', or 'h.*=tp+/scratch'"
             raise unreadable(text, f"{entry!r} does not read GLOB=AXES", remedy)
-        found[glob] = None if where == "none" else parts if len(parts) > 1 else parts[0]
+        axes, last = parts[1].split("+")[:-1], parts[2]
+        found[glob] = None if where == "none" else (*axes, last) if axes else last
     return found
 
 

@@ -68,7 +68,8 @@ class Options:
     @property
     def saves_below(self) -> bool:
         """Whether values are saved for backward in the tier below the device's memory."""
-        return any(how is not None and how.to is not None for how in map(saved_as, (self.saved or {}).values()))
+        entries = self.saved.values() if isinstance(self.saved, Mapping) else ()
+        return any(how is not None and how.to is not None for how in map(saved_as, entries))
 
     @property
     def in_files(self) -> bool:
@@ -107,7 +108,7 @@ class Options:
         if self.saves_below and self.pipeline and self.pipeline.offload:
             what = f"with Pipeline({self.pipeline.axis!r}, offload=True)"
             remedy = "leave the tier out of saved, or offload out of the pipeline"
-            raise OptionError(f"saved={dict(self.saved or {})!r}", what, "both say where what is saved is", remedy)
+            raise OptionError(f"saved={self.saved!r}", what, "both say where what is saved is", remedy)
 
     def check_kinds(self) -> None:
         """Raise an OptionError for an option that has a wrong type."""
