@@ -25,8 +25,9 @@ def memory_of(program: Program) -> dict[str, int]:
     ``gradients``: as they are before the optimizer's step, which is whole under stage 1 of ``Zero``. ``optimizer``:
     its states in the parameter's dtype, Adam's two by default (the fp32 master copy of ZeRO's paper is a parameter
     here). ``saved``: activations that forward makes and backward reads; in a pipeline the most that microbatches under
-    way keep between two actions of the schedule. ``gathered``: the most that is gathered of parameters at a time;
-    in a pipeline all of it, since it lives for the whole step, in host memory while its stage is offloaded.
+    way keep between two actions of the schedule. ``gathered``: the most that is gathered of parameters at a time, or
+    brought back of what the option ``saved`` names; in a pipeline all that is gathered, since it lives for the whole
+    step, in host memory while its stage is offloaded.
     ``offloaded``: how many of the bytes of parameters, gradients and optimizer are in the tier below. ``saved_below``:
     what is saved there, beside ``saved``. ``residuals``: what codes leave out of gradients, kept from step to step.
     ``peak``: the most that is alive at a time, inputs and optimizer included; in a pipeline with the inputs of all

@@ -18,10 +18,11 @@ class MemoryEntry:
     """Bytes on one rank; of a pipeline on the rank with the highest peak.
 
     ``optimizer``: its states, Adam's two by default. ``saved``: what forward makes and backward uses. ``gathered``: the
-    most of gathered parameters alive at a time. ``peak``: the most alive at a time, inputs and the optimizer included.
-    ``offloaded``: those of the first three that are in host memory or in files; absent where none may be.
-    ``saved_below``: what is saved there, beside ``saved``; absent where nothing is.
-    ``residuals``: what codes left out of gradients, which is in the peak; absent where they leave out nothing.
+    most of gathered parameters alive at a time, and of what backward brings back of what is saved elsewhere. ``peak``:
+    the most alive at a time, inputs and the optimizer included. ``offloaded``: those of the first three that are in
+    host memory or in files; absent where none may be. ``saved_below``: what is saved there, beside ``saved``; absent
+    where nothing is. ``residuals``: what codes left out of gradients, which is in the peak; absent where they leave out
+    nothing.
     """
 
     parameters: Count
