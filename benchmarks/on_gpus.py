@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import torch
 import torch.distributed as dist
 from gpt import DATA
-from ours import PLANS, Plan
+from ours import PLANS, TENSOR, Plan
 from trainer import SIZES, Job, Trainer, batches, new_model
 
 from shardc import Mesh, Momentum, Pipeline, Zero
@@ -43,8 +43,10 @@ BELOW = {  # the tier below the device's memory
     f"shardc zero3, {what} in host memory": Plan("dp", DATA, {"zero": Zero("dp", 3, offload=what)})
     for what in ("optimizer", "parameters")
 }
+SAVED_BELOW = Plan("tp", TENSOR, {"saved": {"*": "host", "blocks.*": ("tp", "host")}})
 OWN_PLANS = {
     **PLANS, "shardc zb-v, offloaded": OFFLOADING, **CODED, **BELOW,
+    "shardc tp, saved on the host": SAVED_BELOW,
     **{name: Plan("dp", DATA, options) for name, options in FEEDBACK.items()},
 }  # fmt: skip
 

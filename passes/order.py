@@ -74,7 +74,7 @@ PASSES: tuple[Pass, ...] = (
     mask_padding,  # where a dim is cut unevenly, ops do not see what is beyond its end
     offload,  # what is stored in host memory or in files
     rematerialize,  # what is saved for backward, and what backward computes again
-    cut_saved,  # over which axes, beyond those of forward
+    cut_saved,  # over which axes, beyond those of forward, and where
     bucket_collectives,  # several collectives as one
     encode_collectives,  # codes in place of values, where the user wants that
     overlap_collectives,  # work between a collective and its first reader

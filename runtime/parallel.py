@@ -105,6 +105,12 @@ def parallel_module(
         what, problem = f"compile={backend!r} with {options.zero.text}", "compiled code has parameters on the device"
         remedy = f"leave compile out, or say offload={OPTIMIZER!r}"
         raise ShardingError("parallelize", what, problem, remedy)
+    if options.saves_below and backend != "eager":
+        what, remedy = (
+            f"compile={backend!r} with saved={options.saved!r}",
+            "leave compile out, or the tier out of saved",
+        )
+        raise ShardingError("parallelize", what, "compiled code saves on the device", remedy)
     gate: Gate | None = None
     if meeting is not None:
         further = {"compile": backend, "initial": initial, "check": check}

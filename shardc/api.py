@@ -265,8 +265,9 @@ def compile(
             leave out is added to the next step's.
         saved: the axes by which values are cut while they are saved for backward, by a glob over the modules that read
             them, ``{"blocks.*": "tp"}``. Ranks that would all save a value save a piece each, and backward gathers
-            the pieces. The dim is the last that the axes divide; ``P(None, "tp")`` names one. Of several keys the last
-            counts; None saves values whole.
+            the pieces. The dim is the last that the axes divide; ``P(None, "tp")`` names one. ``"host"`` saves values
+            in host memory, and the absolute path of a folder in files there; backward fetches them one layer ahead.
+            ``("tp", "host")`` saves pieces there. Of several keys the last counts; None saves values whole.
         momentum: ``Momentum(after=500)`` sends Adam's momentum, in those codecs, in place of gradients (1-bit Adam).
             Compiled are the steps that do so; ``parallelize`` does others before.
         local: ``Local("dc", every=20)`` lets groups of ranks along an axis train by themselves and meet every so many

@@ -161,7 +161,7 @@ class Chooser:
 
     Values are those that own their bytes (``owners``); their views cost nothing. ``read``: those that backward reads.
     ``results``: what each call of forward makes of its own. ``held``: values that are saved at any price. ``pieces``:
-    the bytes of those of which a rank saves a piece.
+    the bytes on the device of those of which a rank saves a piece, or a copy in the tier below.
     """
 
     def __init__(
@@ -294,7 +294,7 @@ class Chooser:
 
     def _nbytes(self, value: Value) -> int:
         """Bytes to save a value: of all microbatches under way, 0 if the program returns it."""
-        size = self.pieces.get(value) or self._size(value)
+        size = self.pieces[value] if value in self.pieces else self._size(value)
         return 0 if value in self.free else size * self.times.get(value[0], 1)
 
     def _size(self, value: Value) -> int:

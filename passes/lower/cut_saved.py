@@ -1,4 +1,4 @@
-"""cut_saved: lowered -> lowered. What is saved for backward is cut over further axes meanwhile (the option ``saved``).
+"""cut_saved: lowered -> lowered. What is saved for backward is cut, or put in the tier below, as ``saved`` says.
 
 Ranks that would all save a value save a piece each, and backward gathers the pieces before it reads them::
 
@@ -8,22 +8,31 @@ Ranks that would all save a value save a piece each, and backward gathers the pi
     dw = dot(x, dz)                               g: f32[8@dp, 64] = all_gather(s, ("tp",), 1)
                                                   dw = dot(g, dz)
 
-Views that backward reads are taken of what is gathered. Each stage of a pipeline saves a piece of what it reads. Later
-passes treat these gathers as those of stored parameters: a layer's go together, one layer ahead. Invariant: forward
-computes what it did.
+With a tier, host memory or files, the piece or the value goes there until backward fetches it::
+
+    o: f32[8@dp, 64@tp] = offload(s, "host")
+    ...                                                                                                 # backward
+    u: f32[8@dp, 64@tp] = fetch(o, "host");  g: f32[8@dp, 64] = all_gather(u, ("tp",), 1)
+
+Views that backward reads are taken of what is gathered or fetched. Each stage of a pipeline saves a piece of what it
+reads. Later passes treat these gathers and fetches as those of stored parameters: a layer's go together, one layer
+ahead. Invariant: forward computes what it did.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import fx
 
 from shardc.language.errors import OptionError, did_you_mean
 from shardc.language.sharding import DimSharding, Sharding, TensorType, num_shards
-from shardc.options.saved import axes_of_entry, dim_of_entry, key_for
+from shardc.ops.tier import fetch, offload
+from shardc.options.saved import SavedAs, key_for, saved_as
 from shardc.program.collective import all_gather, saved_slice
+from shardc.program.communication import is_saved
 from shardc.program.lifetime import owners_of, split
 from shardc.program.node import descendants, is_getitem
 from shardc.program.program import Program, Value
@@ -35,9 +44,8 @@ from .make_again import enclosing, make_again
 
 
 def cut_saved(program: Program) -> Program:
-    """The program that saves pieces; the same without the option."""
-    saved = program.options.saved
-    if not saved or not split(program).backward:
+    """The program that saves pieces, or in the tier below; the same without the option."""
+    if not program.options.saved or not split(program).backward:
         return program
     program = program.copy()
     for node in split(program).backward:  # what backward computes of forward may stand before what it will gather
@@ -45,35 +53,42 @@ def cut_saved(program: Program) -> Program:
     cuts = Cuts(program)
     for stage, readers in _backward_by_stage(program).items():
         _cut_for(program, cuts, readers, stage)
-    unused = [key for key, entry in saved.items() if entry is not None and key not in cuts.used]
-    program.notes = (*program.notes, *(f"saved names {key!r}, but {NOTHING_CUT}" for key in unused))
+    unused = {key: how.to for key, how in cuts.saved.items() if how is not None and key not in cuts.used}
+    why = {key: NOTHING_CUT if to is None else NOTHING_BELOW for key, to in unused.items()}
+    program.notes = (*program.notes, *(f"saved names {key!r}, but {each}" for key, each in why.items()))
     return program
 
 
 def pieces_of(program: Program, forward: Iterable[fx.Node]) -> dict[Value, int]:
-    """The bytes of the piece that a rank saves of each value of forward, where it is not all of it."""
+    """The bytes that a rank saves on its device of each value of forward, where it is not all of it."""
     if not program.options.saved:
         return {}
     cuts = Cuts(program)
     found = {program.value(node): cuts.of(node) for node in forward if not program.has_many(node)}
-    return {value: cut.nbytes for value, cut in found.items() if cut is not None}
+    return {value: 0 if cut.to else cut.nbytes for value, cut in found.items() if cut is not None}
 
 
 NOTHING_CUT = "nothing that these modules read is cut so: its axes are of one rank or cut it already, or dims are short"
+NOTHING_BELOW = "nothing that these modules read is saved so: backward reads no matrix of it that is made of the inputs"
 
 
 class Cuts:
-    """How each value of forward is cut while it is saved. OptionError where a glob matches no module.
+    """How each value of forward is cut while it is saved, and where it is. OptionError where a glob matches no module.
 
-    What depends on no input, as positions do, is not sent but saved by every rank. ``used``: the keys of the option
-    that cut a value.
+    What depends on no input, as positions do, is not sent but saved by every rank. On the device stay numbers and
+    vectors, which are small at any size, and what depends on parameters alone, as casts of them do. ``used``: the keys
+    of the option that change how a value is saved.
     """
 
     def __init__(self, program: Program) -> None:
-        self.program, self.saved, self.used = program, program.options.saved or {}, set[str]()
+        entries = program.options.saved or {}
+        self.program, self.entries, self.used = program, entries, set[str]()
+        self.saved = {key: saved_as(entry) for key, entry in entries.items()}
         self.of_inputs = descendants(*program.placeholders)
+        kinds = zip(program.placeholders, program.inputs, strict=True)
+        self.of_data = descendants(*(node for node, put in kinds if put.kind in ("input", "random")))
         paths = {path for node in split(program).forward for path in enclosing(program.source(node).module)}
-        for key, entry in self.saved.items():
+        for key, entry in entries.items():
             if key_for({key: entry}, {"", *paths}) is None:
                 what, problem = f"a glob over {len(paths)} modules", "it matches none"
                 remedy = did_you_mean(key, paths) or "say '*' for all"
@@ -81,15 +96,24 @@ class Cuts:
 
     def of(self, node: fx.Node) -> SavedCut | None:
         """How a value is saved; None where it is as it was computed."""
-        key, computed = key_for(self.saved, self._modules(node)), self.program.sharding(node)
-        entry, type_ = None if key is None else self.saved[key], self.program.global_type(node)
-        if key is None or entry is None or computed.partial or node not in self.of_inputs:
+        key, computed = key_for(self.entries, self._modules(node)), self.program.sharding(node)
+        how, type_ = None if key is None else self.saved[key], self.program.global_type(node)
+        if key is None or how is None or node not in self.of_inputs:
             return None
-        stored = self._sharding(type_, computed, axes_of_entry(entry), dim_of_entry(entry))
-        if stored.storable(type_.shape) != stored or len(_changed(computed, stored)) != 1:
+        stored = self._stored(type_, computed, how)
+        to = how.to if node in self.of_data and len(type_.shape) > 1 else None
+        if stored == computed and to is None:
             return None
         self.used.add(key)
-        return SavedCut(node.name, type_, stored, computed, f"saved={{{key!r}: {entry!r}}}")
+        return SavedCut(node.name, type_, stored, computed, f"saved={{{key!r}: {self.entries[key]!r}}}", to)
+
+    def _stored(self, type_: TensorType, computed: Sharding, how: SavedAs) -> Sharding:
+        """The sharding in which a value is saved; the same where it cannot be cut so."""
+        if computed.partial:
+            return computed
+        stored = self._sharding(type_, computed, how.axes, how.dim)
+        is_cut = stored.storable(type_.shape) == stored and len(_changed(computed, stored)) == 1
+        return stored if is_cut else computed
 
     def _sharding(self, type_: TensorType, computed: Sharding, names: tuple[str, ...], dim: int | None) -> Sharding:
         """The sharding with a dim cut by further axes; the same where the dim is too short, or they cut it already."""
@@ -104,7 +128,7 @@ class Cuts:
 
     def _modules(self, node: fx.Node) -> set[str]:
         """The modules that read a value, in forward or in backward, and those that hold them."""
-        readers = (user for user in node.users if user.target is not saved_slice)
+        readers = (user for user in node.users if not is_saved(user))
         return {"", *(path for each in readers for path in enclosing(self.program.source(each).module))}
 
 
@@ -127,7 +151,7 @@ def _backward_by_stage(program: Program) -> dict[int, list[fx.Node]]:
 
 
 def _cut_for(program: Program, cuts: Cuts, readers: Sequence[fx.Node], stage: int) -> None:
-    """Let the calls of backward of a stage read what is gathered of pieces."""
+    """Let the calls of backward of a stage read what is gathered of pieces, or fetched."""
     parts = split(program)
     owners, forward = owners_of(program, (*parts.update, *parts.forward)), set(parts.forward)
 
@@ -137,40 +161,54 @@ def _cut_for(program: Program, cuts: Cuts, readers: Sequence[fx.Node], stage: in
         return {owners[value] for value in values if value in owners}
 
     read = memory(operand for reader in readers for operand in reader.all_input_nodes) - memory(program.results)
-    gathered: dict[Value, fx.Node] = {}
+    found: dict[Value, list[fx.Node]] = {}  # the calls that bring back a value, the last of which has it
     twins: dict[fx.Node, fx.Node] = {}  # by each node that stands for such a value
     for node in parts.forward:
         value = program.value(node)
         if value in read and not program.has_many(node):
-            if value not in gathered and (cut := cuts.of(node)) is not None:
-                gathered[value] = _gathered(program, node, cut, readers[0], stage)
-            if value in gathered:
-                twins[node] = gathered[value]
-    make_again(program, readers, {value for value, owner in owners.items() if owner in gathered}, twins)
-    for gather in gathered.values():
-        first = min(gather.users)
-        first.prepend(gather)
-        program.set_source(gather, replace(program.source(first), phase="backward", stage=stage))
+            if value not in found and (cut := cuts.of(node)) is not None:
+                found[value] = _brought_back(program, node, cut, readers[0], stage)
+            if value in found:
+                twins[node] = found[value][-1]
+    make_again(program, readers, {value for value, owner in owners.items() if owner in found}, twins)
+    for calls in found.values():
+        first = min(calls[-1].users)
+        for each in calls:
+            first.prepend(each)
+            program.set_source(each, replace(program.source(first), phase="backward", stage=stage))
 
 
-def _gathered(program: Program, node: fx.Node, cut: SavedCut, before: fx.Node, stage: int) -> fx.Node:
-    """Save a piece of a value in a stage; what is gathered of it in backward, before a call there."""
+def _brought_back(program: Program, node: fx.Node, cut: SavedCut, before: fx.Node, stage: int) -> list[fx.Node]:
+    """Save a value in a stage as a cut says; the calls of backward, before one there, that make it again of that."""
+    is_cut, last = cut.stored != cut.computed, program.value(node)[0]
+    args = _slice_arguments(cut) if is_cut else ()
+    saves = [(saved_slice, args, "saved")] * is_cut + [(offload, (cut.to,), "offloaded")] * bool(cut.to)
+    brings = [(fetch, (cut.to,), "fetched")] * bool(cut.to) + [(all_gather, args, "gathered")] * is_cut
+    picked = [user for user in last.users if is_getitem(user)] if program.has_many(last) else [last]
+    value, place, back = node, max(picked), list[fx.Node]()
+    for target, further, name in saves:
+        with program.graph.inserting_after(place):
+            place = value = _inserted(program, target, (value, *further), node, cut, name)
+        program.set_source(value, replace(program.source(node), stage=stage))
+    with program.graph.inserting_before(before):
+        for target, further, name in brings:
+            value = _inserted(program, target, (value, *further), node, cut, name)
+            back.append(value)
+    return back
+
+
+def _slice_arguments(cut: SavedCut) -> tuple[tuple[str, ...], int]:
+    """The axes by which a value is cut further, printed, and the dim."""
     (dim,) = _changed(cut.computed, cut.stored)
     added = cut.stored.dims[dim].axes[len(cut.computed.dims[dim].axes) :]
-    args = tuple(map(cut.stored.mesh.print_part, added)), dim
-    last = program.value(node)[0]
-    picked = [user for user in last.users if is_getitem(user)] if program.has_many(last) else [last]
-    with program.graph.inserting_after(max(picked)):
-        piece = program.insert(saved_slice, (node, *args), cut.type, node, name=f"{node.name}_saved")
-    with program.graph.inserting_before(before):
-        whole = program.insert(all_gather, (piece, *args), cut.type, node, name=f"{node.name}_gathered")
-    program.set_source(piece, replace(program.source(node), stage=stage))
-    origins = program.origin(node)
-    option = Origin(cut.option, PARAMETER, (node.name, 0))
-    program.set_sharding(piece, cut.stored)
-    program.set_origins(piece, ({**origins, **dict.fromkeys(cut.axes, option)},))
-    program.set_sharding(whole, cut.computed)
-    program.set_origins(whole, (origins,))
-    for each in (piece, whole):
-        program.set_causes(each, (cut,))
-    return whole
+    return tuple(map(cut.stored.mesh.print_part, added)), dim
+
+
+def _inserted(program: Program, target: Any, args: tuple[Any, ...], node: fx.Node, cut: SavedCut, name: str) -> fx.Node:
+    """A step on the way of a value to where it is saved, and back to its own sharding."""
+    step = program.insert(target, args, cut.type, node, name=f"{node.name}_{name}")
+    option, is_whole = Origin(cut.option, PARAMETER, (node.name, 0)), target is all_gather
+    program.set_sharding(step, cut.computed if is_whole else cut.stored)
+    program.set_origins(step, ({**program.origin(node), **({} if is_whole else dict.fromkeys(cut.axes, option))},))
+    program.set_causes(step, (cut,))
+    return step

@@ -32,7 +32,7 @@ from shardc.ops.contraction import BoundDot, Steps, dot, stepped
 from shardc.ops.tier import TRANSFERS
 from shardc.program.coding.nodes import residuals_before
 from shardc.program.collective import EXCHANGES, group_size
-from shardc.program.communication import bucket, members
+from shardc.program.communication import bucket, is_saved, members
 from shardc.program.lifetime import dies_at, view_chain
 from shardc.program.node import is_free, operand, operands, takes_device
 from shardc.program.program import Program
@@ -40,11 +40,12 @@ from shardc.program.text import range_name
 
 from ..comm import ring
 from ..comm.comm import BucketLayout, Comm, start_packed
-from ..tier.tier import tier_of
+from ..tier.tier import tier_in, tier_of
 from .kernel import biased_products, kernel_of, overwriting
 
 Wait = Callable[[], Sequence[Any]]  # waits for a collective, and returns the result of each rank
 aten = torch.ops.aten
+SAVE, RESTORE = "save", "restore"  # kinds of transfers of what is saved for backward
 METHODS: dict[Any, str] = {  # methods of tensors, which take their arguments in half the time of the op
     aten.permute.default: "permute",
     aten.reshape.default: "reshape",
@@ -89,14 +90,14 @@ class RingCollective(Collective):
 
 
 class Transfer(Collective):
-    """A copy between a rank's device and the tier below it; ranks exchange nothing."""
+    """A copy between a rank's device and the tier below it, by a method of ``Tier``; ranks exchange nothing."""
 
     def start(self, comm: Comm, *columns: Sequence[Tensor], into: Sequence[Any] = ()) -> Wait:
         (xs,), (tier,) = columns, self.args
-        if self.kind == "offload":
-            waits = [tier.offload(x) for x in xs]
-        else:
+        if self.kind == "fetch":
             waits = [tier.fetch(x, place) for x, place in zip_longest(xs, into)]
+        else:
+            waits = [getattr(tier, self.kind)(x) for x in xs]
         return lambda: [wait() for wait in waits]
 
 
@@ -225,8 +226,9 @@ def _collective(
     if program.level != "localized":
         return None
     if target in TRANSFERS:
-        tier = tier_of(program.options.zero, device)
-        return None if tier is None else Transfer(target.__name__, (tier,), (), None, is_own=False)
+        tier = tier_in(str(args[0]), device) if args else tier_of(program.options.zero, device)
+        way = target.__name__ if not args else SAVE if is_saved(node) else RESTORE
+        return None if tier is None else Transfer(way, (tier,), (), None, is_own=False)
     if not (parts or target in EXCHANGES):
         return None
     if not parts:

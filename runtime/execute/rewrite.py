@@ -15,9 +15,10 @@ from torch.profiler import record_function
 
 from ..comm.comm import put
 from ..comm.process_group import WAIT
-from .lower import Collective, PartGraph, Place
+from .lower import SAVE, Collective, PartGraph, Place
 
 PRODUCTS = (torch.mm, torch.bmm, torch.addmm)
+MOST_UNDER_WAY = {"reduce_scatter": 2, SAVE: 8}  # by kind, of those over the same axes
 LARGE = 1 << 16  # elements of a product that is worth a view of its place in a buffer
 SUMS: dict[Any, tuple[Any, str]] = {torch.mm: (torch.addmm, "addmm_"), torch.bmm: (torch.baddbmm, "baddbmm_")}
 
@@ -117,17 +118,18 @@ def with_buffers(graph: fx.Graph) -> None:
 def with_waits(graph: fx.Graph) -> dict[str, str]:
     """Wait for each collective before its first reader; by name, the collective that a node waits for.
 
-    At most two reduce_scatters over the same axes are in flight, since their operands, which are larger than their
-    results, live until they are done.
+    Of reduce_scatters over the same axes, and of copies of what is saved to the tier below, only so many are in flight,
+    since their operands, which are larger than the results on the device, live until they are done.
     """
     started, waits = dict[fx.Node, None](), dict[str, str]()
-    latest: dict[tuple[str, ...], list[fx.Node]] = {}  # the last two reduce_scatters, by axes
+    latest: dict[tuple[str, ...], list[fx.Node]] = {}  # the last reduce_scatters by axes, and saves, which have none
     for node in list(graph.nodes):
         due = set(started) if node.op == "output" else set(node.all_input_nodes)
         collective = collective_of(node)
-        if collective is not None and collective.kind == "reduce_scatter":
-            due.update(latest.get(collective.axes, [])[:-1])
-            latest[collective.axes] = [*latest.get(collective.axes, [])[-1:], node]
+        if collective is not None and (most := MOST_UNDER_WAY.get(collective.kind)):
+            before = latest.get(collective.axes, [])
+            due.update(before[: 1 - most])
+            latest[collective.axes] = [*before[1 - most :], node]
         for each in [start for start in started if start in due]:
             del started[each]
             with graph.inserting_before(node):

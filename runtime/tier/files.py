@@ -44,7 +44,7 @@ def empty_in(folder: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         remedy = (
             "make the folder on every host first" if is_missing else "name a folder on a local disk with room for it"
         )
-        raise ShardingError(f"Zero(to={folder!r})", what, problem, remedy) from None
+        raise ShardingError(f"folder {folder!r}", what, problem, remedy) from None
 
 
 def folder_of(tensor: Tensor) -> str | None:

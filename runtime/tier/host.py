@@ -22,12 +22,15 @@ class Host:
         self.module: Any = torch.get_device_module(device if self.has_streams else "cpu")
         self.stream: Any = self.module.Stream(device) if self.has_streams else None
 
-    def copy_out(self, memory: Tensor, into: Tensor | None = None) -> Tensor:
-        """A copy in host memory, pinned for a device with streams, or in a tensor that is given."""
+    def copy_out(self, memory: Tensor, into: Tensor | None = None, is_held: bool = False) -> Tensor:
+        """A copy in host memory, pinned for a device with streams, or in a tensor that is given.
+
+        ``is_held``: the caller holds the memory until it has waited for the copy; then it is free at once.
+        """
         copy = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=self.has_streams) if into is None else into
         with self._copying(after_computing=True):
             copy.copy_(memory, non_blocking=True)
-        if self.has_streams:
+        if self.has_streams and not is_held:
             memory.record_stream(self.stream)
         return copy
 

@@ -1,10 +1,11 @@
-"""The tier below a device's memory, where ``Zero.offload`` stores what nothing computes with."""
+"""The tier below a device's memory, where ``Zero.offload`` and ``saved`` store what nothing computes with."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,15 +78,39 @@ class Tier:
 
         return wait
 
+    def save(self, x: Tensor) -> Callable[[], Tensor]:
+        """Start a copy in the tier for ``restore``; returns a function after which computation may reuse the memory."""
+        if x.is_meta:
+            return lambda: x
+        copy = self.empty(x.shape, x.dtype)
+        if not self._host.has_streams:
+            copy.copy_(x)
+            return lambda: copy
+        self._host.copy_out(x, copy, is_held=True)
+        return partial(self._after, self._host.mark(), copy, x)
+
+    def restore(self, x: Tensor) -> Callable[[], Tensor]:
+        """As ``fetch``, of what was saved, into memory of the stream that computes: it is free after its last use."""
+        into = torch.empty(x.shape, dtype=x.dtype, device=self.device) if self._host.has_streams else None
+        return self.fetch(x, into)
+
+    def _after(self, mark: Any, copy: Tensor, held: Tensor) -> Tensor:
+        """A copy once computation waits for it; the memory that is copied is ``held`` until then."""
+        self._host.wait(mark)
+        return copy
+
 
 @torch.no_grad()
 def _copied(copy: Tensor, x: Tensor) -> Tensor:
     return copy.copy_(x)
 
 
-@lru_cache(maxsize=64)
 def tier_of(zero: Zero | None, device: torch.device) -> Tier | None:
     """The tier that an option names; None where nothing is offloaded."""
-    if zero is None or zero.offload is None:
-        return None
-    return Tier(None if zero.to == HOST else str(zero.to), device)
+    return None if zero is None or zero.offload is None else tier_in(str(zero.to), device)
+
+
+@lru_cache(maxsize=64)
+def tier_in(to: str, device: torch.device) -> Tier:
+    """Host memory, or files of a folder; there is one for all who name it."""
+    return Tier(None if to == HOST else to, device)

@@ -91,8 +91,9 @@ def add_mesh_options(parser: Parser, is_required: bool = True) -> None:
         "bytes on a rank",
     )  # fmt: skip
     parser.add_argument(
-        "--saved", metavar="GLOB=AXES[,GLOB=AXES]...", type=_saved,
-        help="cut over axes what is saved of the values that modules read, which backward gathers: 'h.*=tp'; or none",
+        "--saved", metavar="GLOB=AXES[+TIER][,...]", type=_saved,
+        help="cut over axes what is saved of the values that modules read, which backward gathers: 'h.*=tp'; or save "
+        "it in host memory or files, h.*=host or h.*=/scratch; or both, h.*=tp+host; or none",
     )  # fmt: skip
     parser.add_argument(
         "--momentum", metavar="STEPS", type=_momentum,
@@ -368,14 +369,20 @@ def _local(text: str) -> Local:
 LOCAL: Settings = {"wire": (str, "int8"), "parts": (count, "4")}
 
 
+_PARTS = re.compile(r"((?:[^+/]+\+)*)([^+/]+|/.*)")  # axes, and an axis, a tier or a path
+
+
 def _saved(text: str) -> dict[str, str | tuple[str, ...] | None]:
-    """The axes by glob: ``h.*=tp,head=tp+dp``."""
+    """The axes and the tier by glob: ``h.*=tp,head=tp+dp,lm_head=tp+host``; a path, ``tp+/scratch``, comes last."""
     found: dict[str, str | tuple[str, ...] | None] = {}
     for entry in text.split(","):
-        glob, equals, axes = entry.partition("=")
-        if not (glob and equals and all(axes.split("+"))):
-            raise unreadable(text, f"{entry!r} does not read GLOB=AXES", "say 'h.*=tp', or 'h.*=dp+tp' for two axes")
-        found[glob] = None if axes == "none" else tuple(axes.split("+")) if "+" in axes else axes
+        glob, equals, where = entry.partition("=")
+        parts = _PARTS.fullmatch(where)
+        if not (glob and equals and parts):
+            remedy = "say 'h.*=tp', 'h.*=dp+tp' for two axes, 'h.*=host', or 'h.*=tp+/scratch'"
+            raise unreadable(text, f"{entry!r} does not read GLOB=AXES", remedy)
+        axes, last = parts[1].split("+")[:-1], parts[2]
+        found[glob] = None if where == "none" else (*axes, last) if axes else last
     return found
 
 

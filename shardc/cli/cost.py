@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
     cost = program.cost
     outer, note = outer_entry(program.whole), outer_note(program.whole)
     text = with_warnings("\n".join(filter(None, [cost.text(), note])), program.whole.notes)
-    record = Cost(options.mesh.sizes, *cost.entries(), outer)
+    record = Cost(options.mesh.sizes, *cost.entries(), cost.copies or None, outer)
     write(text if options.format == "text" else json_text(record), options.output)
     return GOOD
 

@@ -21,6 +21,7 @@ from shardc.ops.attention.tiled import TILED, TILED_BACKWARD
 from shardc.ops.contraction import dot
 from shardc.ops.tier import TRANSFERS
 from shardc.options.options import OPTIMIZERS
+from shardc.options.zero import HOST
 from shardc.program.collective import Collective
 from shardc.program.communication import collective_at, is_collective, ring_of
 from shardc.program.lifetime import is_row_of_kept, stored_below
@@ -168,7 +169,8 @@ def call_seconds(program: Program, node: fx.Node) -> float:
         return 0.0
     if node.target in TRANSFERS:
         device, size = program.options.machine.device, nbytes(program.local_type(node))
-        return device.transfer_seconds(size, program.options.in_files)
+        in_files = node.args[1] != HOST if len(node.args) > 1 else program.options.in_files
+        return device.transfer_seconds(size, in_files)
     types = [type_ for type_ in program.types(node) if type_ is not None]
     dtype = dtype_name(types[0].dtype) if types else "float32"
     flops, moved = flops_of_call(program, node), bytes_moved(program, node)

@@ -6,7 +6,7 @@ The curve, the peak, the classes of bytes and what is alive at the peak are all 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from torch import fx
@@ -18,13 +18,14 @@ from shardc.program.program import Value
 class Block:
     """Memory that some values share, allocated for ``value``; alive as long as it has holders.
 
-    ``kind``: a class of bytes, see ``memory_curve``.
+    ``kind``: a class of bytes, see ``memory_curve``. ``below``: its bytes in the tier below the device's memory.
     """
 
     value: Value
     nbytes: int
     kind: str
     holders: int = 0
+    below: int = 0
 
 
 Blocks = tuple[Block, ...]
@@ -36,9 +37,9 @@ class Ledger:
 
     ``entries``: each block that is allocated (1) or freed (-1), in order. ``calls`` and ``actions``: each with the
     number of entries at its end; a call ends before its dead operands are freed. ``saved``: what backward reads of
-    forward; in a pipeline the most that microbatches under way keep between two actions. ``gathered``: copies of
-    parameters, the most at a time; in a pipeline all, which live for the whole step. ``parameters``: the names of those
-    that the rank stores.
+    forward; in a pipeline the most that microbatches under way keep between two actions. ``saved_below``: the same of
+    the tier below, with the bytes there. ``gathered``: copies of parameters, the most at a time; in a pipeline all,
+    which live for the whole step. ``parameters``: the names of those that the rank stores.
     """
 
     def __init__(self, parameters: Collection[str]) -> None:
@@ -47,6 +48,7 @@ class Ledger:
         self.calls: list[tuple[fx.Node, int]] = []
         self.actions: list[tuple[str, int]] = []
         self.saved: Collection[Block] = ()
+        self.saved_below: Collection[Block] = ()
         self.gathered: Collection[Block] = ()
 
     def hold(self, blocks: Blocks) -> None:
@@ -73,6 +75,12 @@ class Ledger:
         """Remove nodes from an env."""
         for node in nodes:
             self.drop(env.pop(node, ()))
+
+    def note_saved(self, blocks: Collection[Block]) -> None:
+        """Note what is saved for backward at a time."""
+        below = [replace(block, nbytes=block.below) for block in blocks if block.below]
+        self.saved = max(self.saved, blocks, key=bytes_of)
+        self.saved_below = max(self.saved_below, below, key=bytes_of)
 
     def end_call(self, node: fx.Node) -> None:
         """Note that a call has its results."""

@@ -25,10 +25,11 @@ def memory_of(program: Program) -> dict[str, int]:
     ``gradients``: as they are before the optimizer's step, which is whole under stage 1 of ``Zero``. ``optimizer``:
     its states in the parameter's dtype, Adam's two by default (the fp32 master copy of ZeRO's paper is a parameter
     here). ``saved``: activations that forward makes and backward reads; in a pipeline the most that microbatches under
-    way keep between two actions of the schedule. ``gathered``: the most that is gathered of parameters at a time;
-    in a pipeline all of it, since it lives for the whole step, in host memory while its stage is offloaded.
-    ``offloaded``: how many of the bytes of parameters, gradients and optimizer are in the tier below. ``residuals``:
-    what codes leave out of gradients, kept from step to step.
+    way keep between two actions of the schedule. ``gathered``: the most that is gathered of parameters at a time, or
+    brought back of what the option ``saved`` names; in a pipeline all that is gathered, since it lives for the whole
+    step, in host memory while its stage is offloaded.
+    ``offloaded``: how many of the bytes of parameters, gradients and optimizer are in the tier below. ``saved_below``:
+    what is saved there, beside ``saved``. ``residuals``: what codes leave out of gradients, kept from step to step.
     ``peak``: the most that is alive at a time, inputs and optimizer included; in a pipeline with the inputs of all
     microbatches, the sums of gradients and what is added to them, and messages: from their computation until they are
     sent, and from their receive until their last reader. Idle stages that are offloaded have no memory on the device.
@@ -47,6 +48,7 @@ def memory_on(program: Program, ledger: Ledger, count: Callable[[Iterable[Block]
     offloaded = stored.pop("offloaded")
     residuals = sum(nbytes(program.local_type(node)) for node in inputs_of(program, "residual").values())
     further = {"offloaded": offloaded} if options.offloads else {}
+    further |= {"saved_below": count(ledger.saved_below)} if ledger.saved_below else {}
     further |= {"residuals": residuals} if residuals else {}
     return {
         **stored,

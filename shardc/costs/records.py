@@ -18,9 +18,11 @@ class MemoryEntry:
     """Bytes on one rank; of a pipeline on the rank with the highest peak.
 
     ``optimizer``: its states, Adam's two by default. ``saved``: what forward makes and backward uses. ``gathered``: the
-    most of gathered parameters alive at a time. ``peak``: the most alive at a time, inputs and the optimizer included.
-    ``offloaded``: those of the first three that are in host memory or in files; absent where none may be.
-    ``residuals``: what codes left out of gradients, which is in the peak; absent where they leave out nothing.
+    most of gathered parameters alive at a time, and of what backward brings back of what is saved elsewhere. ``peak``:
+    the most alive at a time, inputs and the optimizer included. ``offloaded``: those of the first three that are in
+    host memory or in files; absent where none may be. ``saved_below``: what is saved there, beside ``saved``; absent
+    where nothing is. ``residuals``: what codes left out of gradients, which is in the peak; absent where they leave out
+    nothing.
     """
 
     parameters: Count
@@ -30,6 +32,7 @@ class MemoryEntry:
     gathered: Count
     peak: Count
     offloaded: Count | None = None
+    saved_below: Count | None = None
     residuals: Count | None = None
 
 
@@ -63,6 +66,22 @@ class TrafficEntry:
     wire_bytes: Count
 
 
+Way = Literal["fetched", "offloaded"]
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Copies of a step in one phase between the device and the tier below: host memory, or files.
+
+    ``way``: fetched from there, or offloaded to it.
+    """
+
+    phase: Phase
+    way: Way
+    count: Count
+    bytes: Count
+
+
 @dataclass(frozen=True, slots=True)
 class OuterEntry:
     """What one rank sends in an outer step of groups that train by themselves, and how long that takes.
@@ -83,7 +102,8 @@ class Cost:
     """The cost of a step in numbers.
 
     ``mesh``: the axes of ranks, with their sizes. ``traffic``: what one rank sends in a step, in the order in which
-    each first occurs. ``flops``: floating-point operations of one rank. ``outer``: of outer steps, absent without any.
+    each first occurs. ``flops``: floating-point operations of one rank. ``copies``: absent where there are none.
+    ``outer``: of outer steps, absent without any.
     """
 
     version: Literal[1] = field(default=1, init=False)
@@ -91,6 +111,7 @@ class Cost:
     traffic: tuple[TrafficEntry, ...]
     memory: MemoryEntry
     flops: Count
+    copies: tuple[Copies, ...] | None = None
     outer: OuterEntry | None = None
 
 
@@ -120,6 +141,7 @@ class MemoryExpressions:
     gathered: str
     peak: str
     offloaded: str | None = None
+    saved_below: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +290,7 @@ class CopyTime:
     ``way``: fetched, or offloaded. ``waited``: in which computing is idle until one of them ends.
     """
 
-    way: Literal["fetched", "offloaded"]
+    way: Way
     count: Count
     seconds: Amount
     waited: Amount

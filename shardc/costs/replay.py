@@ -15,7 +15,7 @@ from itertools import product
 from torch import fx
 
 from shardc.costs.count import nbytes
-from shardc.costs.ledger import Block, Blocks, Env, Ledger, bytes_of
+from shardc.costs.ledger import Block, Blocks, Env, Ledger
 from shardc.costs.stage_lifetime import (
     ResidentStages,
     kept_after,
@@ -118,7 +118,7 @@ class _Replay:
         reads = {read for node in parts.backward for read in node.all_input_nodes}
         forward = set(parts.forward)
         kept = (block for node in reads for block in env.get(node, ()) if block.value[0] in forward)
-        self.ledger.saved = dict.fromkeys(kept)
+        self.ledger.note_saved(dict.fromkeys(kept))
         self.run_calls(calls[start:], env, base)
         self.ledger.gathered = self.ledger.most(lambda block: block.kind == "gathered")
         return self.ledger
@@ -163,8 +163,8 @@ class _Replay:
 
     def new(self, value: Value, of: Value | None = None) -> Block:
         """A block for a value, of its class or of that ``of`` another value; without bytes for one in the tier."""
-        size = 0 if value[0] in self.below else nbytes(self.program.local_type(*value))
-        return Block(value, size, self.kinds.get(of or value, "working"))
+        size, is_below = nbytes(self.program.local_type(*value)), value[0] in self.below
+        return Block(value, 0 if is_below else size, self.kinds.get(of or value, "working"), below=size * is_below)
 
 
 def _calls_of(stages: Stages, here: Collection[int]) -> Iterator[fx.Node]:
@@ -235,7 +235,7 @@ class _RankReplay(_Replay):
         self.ledger.end_action("begin")
         for action in self.schedule.actions[self.rank]:
             self._do(action)
-            self.ledger.saved = max(self.ledger.saved, self._kept(), key=bytes_of)
+            self.ledger.note_saved(self._kept())
             self.ledger.end_action(str(action))
         self._end()
         self.ledger.end_action("end")

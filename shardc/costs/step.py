@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from shardc.costs.count import flops_of, results_by_parameter
+from torch import fx
+
+from shardc.costs.count import flops_of, nbytes, results_by_parameter
 from shardc.costs.memory import memory_of
-from shardc.costs.records import AxesTime, CopyTime, MemoryEntry, OuterEntry, TimeEntry, TrafficEntry
+from shardc.costs.records import AxesTime, Copies, CopyTime, MemoryEntry, OuterEntry, TimeEntry, TrafficEntry, Way
 from shardc.costs.replay import ledgers_of
 from shardc.costs.stage_record import StageRecord
 from shardc.costs.step_time import COMPUTING, COPYING, OPTIMIZER, OVER, Slice, axes_and_link, step_timeline
 from shardc.language.sharding import TensorType, ceil_div
 from shardc.language.text import bytes_text, seconds_text, table
 from shardc.ops.reduction import wide_dtype
+from shardc.ops.tier import TRANSFERS
 from shardc.options import Local
+from shardc.program.communication import is_fetch
 from shardc.program.program import Program, parameters_of
+from shardc.program.provenance import Phase
 from shardc.program.stages import has_stages
 from shardc.program.text import flops_text, memory_text, rank_axes
 from shardc.program.traffic import Size, Traffic, collectives_of, traffic_of, traffic_text
@@ -32,11 +37,13 @@ class StepCost:
     """The cost of a step for one rank.
 
     ``traffic``: collectives by phase, kind and axes. ``memory``: bytes by class. ``flops``: floating-point operations.
+    ``copies``: between the device and the tier below.
     """
 
     traffic: tuple[Traffic, ...]
     memory: Mapping[str, Size]
     flops: Size
+    copies: tuple[Copies, ...] = ()
 
     def entries(self) -> tuple[tuple[TrafficEntry, ...], MemoryEntry, int]:
         """Traffic, memory and operations as records have them."""
@@ -45,14 +52,43 @@ class StepCost:
         return traffic, MemoryEntry(**self.memory), self.flops
 
     def text(self) -> str:
-        """Three tables."""
+        """A table of each."""
         traffic, flops = traffic_text(self.traffic, has_values=True), flops_text({"one rank": self.flops})
-        return f"{traffic}\n{memory_text(self.memory)}\n{flops}"
+        return "\n".join(filter(None, (traffic, memory_text(self.memory), copies_text(self.copies), flops)))
 
 
 def step_cost(program: Program) -> StepCost:
     """The cost of a lowered or localized program; memory and operations of a pipeline are those of its fullest rank."""
-    return StepCost(tuple(traffic_of(collectives_of(program))), memory_of(program), rank_flops(program))
+    traffic = tuple(traffic_of(collectives_of(program)))
+    return StepCost(traffic, memory_of(program), rank_flops(program), copies_of(program))
+
+
+def copies_of(program: Program) -> tuple[Copies, ...]:
+    """What is copied in a step between the device and the tier below; in a pipeline by all stages, as is sent."""
+    found = dict[tuple[Phase, Way], list[int]]()
+    for node, times in _times(program):
+        if node.target in TRANSFERS:
+            phase: Phase = program.source(node).phase
+            way: Way = "fetched" if is_fetch(node) else "offloaded"
+            found.setdefault((phase, way), []).extend([nbytes(program.local_type(node))] * times)
+    return tuple(Copies(*key, len(sizes), sum(sizes)) for key, sizes in found.items())
+
+
+def _times(program: Program) -> Iterator[tuple[fx.Node, int]]:
+    """Each call, with how often it runs in a step."""
+    if not has_stages(program):
+        yield from ((node, 1) for node in program.calls)
+        return
+    record = StageRecord(program)
+    for stage in record.stages.stages:
+        for part, calls in stage.parts.items():
+            yield from ((node, record.times(part)) for node in calls)
+
+
+def copies_text(copies: Sequence[Copies]) -> str:
+    """A table; empty where nothing is copied."""
+    rows = [(each.phase, each.way, each.count, bytes_text(each.bytes)) for each in copies]
+    return table(("phase", "copies of a step", "count", "bytes"), rows) if rows else ""
 
 
 def outer_entry(program: Program) -> OuterEntry | None:

@@ -1,4 +1,7 @@
-"""Copies between a device and the tier below it: host memory, or files. A runtime knows which (``Zero.to``)."""
+"""Copies between a device and the tier below it: host memory, or files.
+
+``to``: which, of what the option ``saved`` puts there; of parameters and gradients ``Zero.to`` says it.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,12 @@ from torch import Tensor
 from shardc.language.rule import rule
 
 
-def fetch(x: Tensor) -> Tensor:
+def fetch(x: Tensor, to: str | None = None) -> Tensor:
     """A copy on the device of what is in the tier below."""
     return x.clone()
 
 
-def offload(x: Tensor) -> Tensor:
+def offload(x: Tensor, to: str | None = None) -> Tensor:
     """A copy in the tier below of what is on the device."""
     return x.clone()
 

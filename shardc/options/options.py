@@ -15,7 +15,7 @@ from .momentum import Momentum
 from .pipeline import Pipeline
 from .precision import Precision
 from .remat import Remat
-from .saved import Saved, check_saved
+from .saved import Saved, check_saved, saved_as, with_text
 from .zero import HOST, STAGES, Offloaded, Zero
 
 BUCKET = 25 * 2**20  # bytes, as many as DDP's
@@ -33,7 +33,7 @@ class Options:
     memory of less than twice as many bytes. ``machine``: the one that times are estimated for. ``optimizer``: one of
     ``OPTIMIZERS``, whose states count as memory and whose step counts as time. ``attention``: how it is computed where
     positions are cut, one of ``ATTENTIONS``. ``wire``: the codecs of what is sent, as ``shardc/wire.py`` has them.
-    ``saved``: the axes that cut values while they are saved for backward. ``momentum``: when it is sent.
+    ``saved``: how values are cut, and where they are, while they are saved for backward. ``momentum``: when it is sent.
     ``local``: which groups of ranks train by themselves.
     """
 
@@ -49,6 +49,9 @@ class Options:
     saved: Saved | None = field(default=None, hash=False)
     momentum: Momentum | None = None
     local: Local | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "saved", with_text(self.saved))
 
     @property
     def optimizer_states(self) -> int:
@@ -69,8 +72,14 @@ class Options:
         return self.offloaded is not None or (self.pipeline is not None and self.pipeline.offload)
 
     @property
+    def saves_below(self) -> bool:
+        """Whether values are saved for backward in the tier below the device's memory."""
+        entries = self.saved.values() if isinstance(self.saved, Mapping) else ()
+        return any(how is not None and how.to is not None for how in map(saved_as, entries))
+
+    @property
     def in_files(self) -> bool:
-        """Whether what is offloaded is in files."""
+        """Whether what ``Zero`` offloads is in files."""
         return self.zero is not None and self.zero.to != HOST
 
     def stage_mesh(self, mesh: Mesh) -> Mesh:
@@ -110,6 +119,10 @@ class Options:
                 "both say where parameters are stored",
             )
             raise OptionError(self.zero.text, what, problem, "leave offload out of one of them")
+        if self.saves_below and self.pipeline and self.pipeline.offload:
+            what = f"with Pipeline({self.pipeline.axis!r}, offload=True)"
+            remedy = "leave the tier out of saved, or offload out of the pipeline"
+            raise OptionError(f"saved={self.saved!r}", what, "both say where what is saved is", remedy)
 
     def check_kinds(self) -> None:
         """Raise an OptionError for an option that has a wrong type."""

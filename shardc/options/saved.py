@@ -1,13 +1,16 @@
-"""The ``saved`` option: by which further axes values are cut while they are saved for backward.
+"""The ``saved`` option: how values are cut, and where they are, while they are saved for backward.
 
 A value that every rank along an axis has whole takes that memory on each of them from forward until backward reads it.
 With the option each rank saves its piece, and backward gathers the pieces before it reads them (ZeRO-R's partitioned
-activations; Megatron's distributed saved activations).
+activations; Megatron's distributed saved activations). What is saved may be in the tier below the device's memory
+meanwhile: in host memory, or in files of a folder.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -15,23 +18,60 @@ from shardc.language.errors import OptionError, did_you_mean, raise_all
 from shardc.language.mesh import Mesh
 from shardc.language.partition import P
 
-Entry = str | Sequence[str] | P
+from .zero import HOST
+
+Part = str | os.PathLike[str] | P
+Entry = Part | Sequence[Part]  # axes or a P, and then a tier
 Saved = Mapping[str, Entry | None]
-EXAMPLE = "saved={'blocks.*': 'tp'}"
+EXAMPLE = "saved={'blocks.*': 'tp'}, or saved={'blocks.*': 'host'}"
 
 
-def axes_of_entry(entry: Entry) -> tuple[str, ...]:
-    """The axes that an entry names."""
-    if isinstance(entry, P):
-        return tuple(name for given in entry.entries for name in _names(given))
-    return _names(entry)
+@dataclass(frozen=True, slots=True)
+class SavedAs:
+    """How a value is saved: cut over ``axes``, in the tier ``to``, which is ``"host"`` or a folder.
+
+    ``dim``: the one that is cut; None where it is left to the compiler. ``to``: None for a value on the device.
+    """
+
+    axes: tuple[str, ...]
+    dim: int | None
+    to: str | None
 
 
-def dim_of_entry(entry: Entry) -> int | None:
-    """The dim that an entry cuts; None where it is left to the compiler."""
-    if not isinstance(entry, P):
-        return None
-    return next(dim for dim, given in enumerate(entry.entries) if _names(given))
+def saved_as(entry: Any) -> SavedAs | None:
+    """What an entry says; None where it says nothing that has a meaning."""
+    *cuts, last = entry if isinstance(entry, (tuple, list)) and entry else (entry,)
+    if (to := _tier(last)) is None:
+        cuts.append(last)
+    if len(cuts) == 1 and isinstance(cuts[0], P):
+        dims = {dim: names for dim, given in enumerate(cuts[0].entries) if (names := _names(given))}
+        return next((SavedAs(names, dim, to) for dim, names in dims.items()), None) if len(dims) == 1 else None
+    return SavedAs(tuple(cuts), None, to) if all(isinstance(name, str) for name in cuts) else None
+
+
+def _tier(part: Any) -> str | None:
+    if isinstance(part, str) and os.path.isabs(part):
+        return os.path.normpath(part)
+    return HOST if part == HOST else None
+
+
+def with_text(saved: Any) -> Any:
+    """The option with paths as text, as they are printed, compared between ranks, and packed."""
+
+    def text(part: Any) -> Any:
+        return os.fspath(part) if isinstance(part, os.PathLike) else part
+
+    if not isinstance(saved, Mapping):
+        return saved
+    return {
+        key: type(entry)(map(text, entry)) if isinstance(entry, (tuple, list)) else text(entry)
+        for key, entry in saved.items()
+    }
+
+
+def tier_text(tier: str) -> str:
+    """A tier in words."""
+    return "host memory" if tier == HOST else f"files of {tier}"
 
 
 def key_for(saved: Saved, modules: Collection[str]) -> str | None:
@@ -42,34 +82,34 @@ def key_for(saved: Saved, modules: Collection[str]) -> str | None:
 def check_saved(saved: Any, mesh: Mesh) -> None:
     """Raise an OptionError for all entries of the option that have no meaning on a mesh."""
     if not isinstance(saved, Mapping):
-        raise OptionError("option saved", f"saved={saved!r}", "it maps globs over modules to axes", f"say {EXAMPLE}")
+        problem = "it maps globs over modules to axes, or to where values are"
+        raise OptionError("option saved", f"saved={saved!r}", problem, f"say {EXAMPLE}")
     errors = []
     for key, entry in saved.items():
         who = f"saved={{{key!r}: {entry!r}}}"
         if not isinstance(key, str) or not key:
             errors.append(OptionError(who, f"{key!r}", "it is no glob over the paths of modules", f"say {EXAMPLE}"))
-        if entry is not None and not _is_entry(entry):
-            problem = "it is neither axes, nor a P with one dim cut, nor None"
-            errors.append(OptionError(who, f"{entry!r}", problem, f"say {EXAMPLE}"))
+        how = None if entry is None else saved_as(entry)
+        if how is not None:
+            errors += _misnamed(who, how, mesh)
         elif entry is not None:
-            errors += _wrong_axes(who, axes_of_entry(entry), mesh)
+            problem = "it is neither axes, nor a P with one dim cut, nor 'host' or the path of a folder, nor None"
+            errors.append(OptionError(who, f"{entry!r}", problem, f"say {EXAMPLE}"))
     raise_all(errors)
 
 
-def _wrong_axes(who: str, names: Sequence[str], mesh: Mesh) -> Iterator[OptionError]:
-    for i, name in enumerate(names):
+def _misnamed(who: str, how: SavedAs, mesh: Mesh) -> Iterator[OptionError]:
+    for i, name in enumerate(how.axes):
         if name not in mesh.axis_names:
-            remedy = did_you_mean(name, mesh.axis_names) or f"say one of {', '.join(mesh.axis_names)}"
+            known = f"say one of {', '.join(mesh.axis_names)}, or last {HOST!r} or the absolute path of a folder"
+            remedy = did_you_mean(name, mesh.axis_names) or known
             yield OptionError(who, f"{name!r}", "it is no axis of the mesh", remedy)
-        elif name in names[:i]:
+        elif name in how.axes[:i]:
             yield OptionError(who, f"{name!r}", "an axis cuts a value once", "name it once")
-
-
-def _is_entry(entry: Any) -> bool:
-    if isinstance(entry, P):
-        return len([given for given in entry.entries if _names(given)]) == 1
-    names = entry if isinstance(entry, (tuple, list)) else (entry,)
-    return bool(names) and all(isinstance(name, str) for name in names)
+    if how.to == HOST and HOST in mesh.axis_names:
+        problem = "it is host memory, and an axis of the mesh"
+        remedy = f"say P({HOST!r}) to cut dim 0 over the axis; for host memory give the axis another name"
+        yield OptionError(who, repr(HOST), problem, remedy)
 
 
 def _names(given: Any) -> tuple[str, ...]:

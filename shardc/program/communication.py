@@ -19,7 +19,7 @@ from shardc.language.windows import most_rows_sent, overlap_add
 from shardc.ops.attention.ring import Ring, ring_bytes
 from shardc.ops.attention.rules import RINGS, ring_attention_backward
 from shardc.ops.piece import fit
-from shardc.ops.tier import fetch
+from shardc.ops.tier import fetch, offload
 from shardc.program.coding.nodes import CODINGS, codec_name, is_decode, is_encode, is_step
 from shardc.program.collective import (
     COLLECTIVES,
@@ -217,8 +217,13 @@ def is_early(node: fx.Node) -> bool:
 
 
 def is_fetch(node: fx.Node) -> bool:
-    """Whether a node fetches a parameter from the tier below."""
+    """Whether a node fetches from the tier below: a parameter, or what is saved."""
     return node.target is fetch
+
+
+def is_saved(node: fx.Node) -> bool:
+    """Whether a node is what the option ``saved`` saves of a value: a piece of it, or a copy in the tier below."""
+    return node.target is saved_slice or (node.target is offload and len(node.args) > 1)
 
 
 def is_gathered_early(node: fx.Node) -> bool:
@@ -249,7 +254,7 @@ def chain(node: fx.Node, most: int = MAX_CHAIN, gathers: int = MAX_GATHERS - 1) 
 
     Those of an earlier gather and those from several inputs to their codes count apart.
     """
-    if node.op == "placeholder" or node.target is saved_slice:
+    if node.op == "placeholder" or is_saved(node):
         return []
     if node.op != "call_function":
         return None

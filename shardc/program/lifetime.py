@@ -17,8 +17,8 @@ from shardc.ops.contraction import dot
 from shardc.ops.index import MAKE_NEW, lookup_rows, scatter_rows
 from shardc.ops.tier import TRANSFERS, offload
 from shardc.program.coding.nodes import CODINGS, is_decode, residuals_before
-from shardc.program.collective import COLLECTIVES, EXCHANGES, collective_kind, group_size, reshard, saved_slice
-from shardc.program.communication import bucket
+from shardc.program.collective import COLLECTIVES, EXCHANGES, collective_kind, group_size, reshard
+from shardc.program.communication import bucket, is_saved
 from shardc.program.inference import Layout, Layouts, result_layouts
 from shardc.program.node import ancestors, is_annotation, is_getitem, operand, takes_device
 from shardc.program.program import Program, Value, parameters_of
@@ -47,9 +47,8 @@ def is_row_of_kept(program: Program, name: str, stored: fx.Node, kept: fx.Node) 
 
 def stored_below(program: Program) -> set[fx.Node]:
     """The values that are in the tier below the device's memory."""
-    if program.options.offloaded is None:
-        return set()
-    return {*parameters_of(program).values(), *program.graph.find_nodes(op="call_function", target=offload)}
+    parameters = parameters_of(program).values() if program.options.offloaded is not None else ()
+    return {*parameters, *program.graph.find_nodes(op="call_function", target=offload)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ class Parts:
     """A program's calls in the order in which they run.
 
     ``update``: those that ``computed`` results need; ``forward``: the further ones that outputs and buffers need, and
-    pieces that are saved; ``backward``: all others. A getitem is in the part of its producer.
+    pieces and copies that are saved; ``backward``: all others. A getitem is in the part of its producer.
     """
 
     update: tuple[fx.Node, ...]
@@ -78,7 +77,7 @@ def _needed_by(program: Program, part: str) -> set[fx.Node]:
     ends = zip(program.results, program.outputs, strict=True)
     wanted = [node for node, output in ends if node is not None and PART_OF[output.kind] == part]
     if part == "forward":
-        wanted += program.graph.find_nodes(op="call_function", target=saved_slice)
+        wanted += filter(is_saved, program.graph.nodes)
     needed = ancestors(*wanted)
     picked = program.graph.find_nodes(op="call_function", target=operator.getitem)
     return needed | {node for node in picked if operand(node) in needed}
@@ -154,8 +153,9 @@ NEW = {dot, lookup_rows, scatter_rows, *MAKE_NEW, *RINGS, *TRANSFERS}
 def dies_at(value: fx.Node, reader: fx.Node, part: Mapping[fx.Node, int]) -> bool:
     """Whether the memory of a value is allocated in a part and no call reads it after ``reader`` began.
 
-    ``part``: its calls, each with its index in the order in which they run. A sender may read its operand later and the
-    result of another library's op may share its operand's memory, so neither lets a value die.
+    ``part``: its calls, each with its index in the order in which they run. A sender, or a copy to the tier below, may
+    read its operand later, and the result of another library's op may share its operand's memory: neither lets a value
+    die.
     """
     root = allocation(value)
     others = [node for node in reader.all_input_nodes if node is not value]
@@ -168,7 +168,7 @@ def dies_at(value: fx.Node, reader: fx.Node, part: Mapping[fx.Node, int]) -> boo
                 return False
             if _may_be_view(user):
                 aliases.append(user)
-            elif not is_new(user):
+            elif not is_new(user) or user.target is offload:
                 return False
     return True
 

@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 from shardc.language.mesh import Mesh
 from shardc.language.rule import Rule
 from shardc.language.sharding import DimSharding, Sharding, TensorType
+from shardc.options.saved import tier_text
 
 Phase = Literal["forward", "backward", "update"]
 
@@ -149,7 +150,12 @@ class StorageChange:
 
 @dataclass(frozen=True, slots=True)
 class SavedCut(StorageChange):
-    """A value of forward is saved for backward in another sharding than it has, by the option ``option``."""
+    """A value of forward is saved for backward in another sharding than it has, or elsewhere, by the option ``option``.
+
+    ``to``: the tier below in which it is saved; None on the device.
+    """
+
+    to: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -160,7 +166,8 @@ class SavedCut(StorageChange):
     def text(self) -> str:
         """The change in a few words."""
         stored, computed = self.stored.text(self.type), self.computed.text(self.type)
-        return f"{self.name} is saved as {stored}, and read in backward as {computed}"
+        where = "" if self.to is None else f" in {tier_text(self.to)}"
+        return f"{self.name} is saved as {stored}{where}, and read in backward as {computed}"
 
 
 @dataclass(frozen=True, slots=True)

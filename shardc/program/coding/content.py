@@ -8,9 +8,19 @@ import torch
 from torch import fx
 
 from shardc.language.mesh import axis_of
-from shardc.program.collective import group_size, saved_slice
-from shardc.program.communication import Member, axes_of, chain, is_collective, is_early, members, only_to_gradients
-from shardc.program.node import descendants, is_cast, is_free
+from shardc.program.collective import group_size
+from shardc.program.communication import (
+    Member,
+    axes_of,
+    chain,
+    is_collective,
+    is_early,
+    is_fetch,
+    is_saved,
+    members,
+    only_to_gradients,
+)
+from shardc.program.node import descendants, is_cast, is_free, operand
 from shardc.program.program import Program, ends_of, parameters_of
 from shardc.wire import ACTIVATIONS, GRADIENTS, PARAMETERS, VALUES, Codec, codec_named, key_of
 
@@ -109,7 +119,7 @@ class Contents:
         assert program.mesh is not None
         if part.kind not in CODED or group_size(program.mesh, part.kind, part.args) == 1:
             return False
-        if part.operand.target is saved_slice:
+        if is_saved(operand(part.operand) if is_fetch(part.operand) else part.operand):
             return False
         is_sum = part.kind not in ("all_reduce", "reduce_scatter") or part.args[1] == "sum"
         return is_sum and program.value_type(program.value(part.operand)).dtype.is_floating_point

@@ -28,7 +28,7 @@ Units: B, kB, MB, GB, TB are powers of 1000, KiB, MiB, GiB, TiB of 1024. With >=
 """
 KINDS: tuple[str, ...] = get_args(SentKind)
 PHASES: tuple[str, ...] = get_args(Phase)
-MEMORY = ("memory", "parameters", "gradients", "optimizer", "saved", "gathered", "peak")
+MEMORY = ("memory", "parameters", "gradients", "optimizer", "saved", "saved_below", "gathered", "peak")
 LISTED = {"fallback": "fallbacks", "note": "notes"}
 SUBJECTS = ("collectives", *KINDS, "wire", *LISTED, *MEMORY, "flops", "step")
 UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -201,7 +201,7 @@ def _amount(budget: Budget, dump: Dump) -> tuple[float, str]:
         return count, f"{operations_text(count)} of one rank"
     memory: MemoryEntry = _table(budget, dump, "memory")
     if budget.subject not in ("memory", "peak"):
-        nbytes = getattr(memory, budget.subject)
+        nbytes = getattr(memory, budget.subject) or 0
         return nbytes, f"{bytes_text(nbytes)} of one rank"
     return (
         memory.peak,

@@ -5,7 +5,7 @@ Facts: the program after a pass (``Compiled.after``), and tables that ``shardc/c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from typing import TYPE_CHECKING, Literal
@@ -17,7 +17,7 @@ from shardc.costs.count import flops_of, has_machine
 from shardc.costs.memory import memory_of
 from shardc.costs.records import BalanceEntry, CutStage, CutStages, ReceivedValue, SharedParameter
 from shardc.costs.stage_record import StageRecord
-from shardc.costs.step import StepRecord, rank_flops
+from shardc.costs.step import StepRecord, copies_of, copies_text, rank_flops
 from shardc.language.errors import OptionError, did_you_mean
 from shardc.language.record import json_text
 from shardc.language.text import bytes_text, count_text, operations_text, table
@@ -88,6 +88,13 @@ def _inputs_or_outputs(program: Program, kind: Literal["input", "output"]) -> st
     return table((kind, "sharding", "on one rank", "bytes"), rows)
 
 
+def _memory_texts(program: Program) -> Iterator[str]:
+    """Bytes by class, and what is copied to the tier below and back."""
+    yield memory_text(memory_of(program))
+    if copies := copies_of(program):
+        yield copies_text(copies)
+
+
 def _stages_of_values(program: Program) -> Mapping[fx.Node, Sequence[int]]:
     """For each parameter and call of a pipeline the stages that hold or run it."""
     runs = StageRecord(program).runs if has_stages(program) else {}
@@ -101,7 +108,7 @@ TABLE_TEXTS: dict[str, Callable[[Program], str]] = {
     "stages": lambda program: StageRecord(program).text() if has_stages(program) else "",
     "collectives": lambda program: collectives_text(collectives_of(program)),
     "fallbacks": lambda program: fallbacks_text(program, fallbacks_of(program)),
-    "memory": lambda program: memory_text(memory_of(program)),
+    "memory": lambda program: "\n".join(_memory_texts(program)),
     "flops": lambda program: flops_text(
         {"all ranks together would need": flops_of(program), "one rank": rank_flops(program)}
     ),

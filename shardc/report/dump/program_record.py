@@ -11,9 +11,9 @@ from torch import fx
 
 from shardc.costs.count import flops_of, has_machine
 from shardc.costs.memory import memory_of
-from shardc.costs.records import FlopsEntry, MemoryEntry, RunEntry
+from shardc.costs.records import Copies, FlopsEntry, MemoryEntry, RunEntry
 from shardc.costs.stage_record import StageRecord
-from shardc.costs.step import StepRecord
+from shardc.costs.step import StepRecord, copies_of
 from shardc.language.sharding import dtype_name
 from shardc.program.program import Program
 from shardc.program.stages import has_stages
@@ -118,6 +118,10 @@ class _Tables:
         of_rank = self.stages.rank_flops if self.stages else flops_of(program, of_rank=True)
         return FlopsEntry(of_rank, None if program.level == "localized" else flops_of(program))
 
+    def copies(self) -> tuple[Copies, ...] | None:
+        """Copies between the device and the tier below; None where there are none."""
+        return copies_of(self.program) or None
+
     def nodes(self) -> tuple[NodeEntry, ...]:
         """Every value, with the stages that run it."""
         nodes = filter(self.has, self.program.graph.nodes)
@@ -132,6 +136,7 @@ TABLES: Mapping[str, Callable[[_Tables], Any]] = {
     "outputs": _Tables.outputs,
     "fallbacks": _Tables.fallbacks,
     "memory": lambda tables: MemoryEntry(**memory_of(tables.program)),
+    "copies": _Tables.copies,
     "flops": _Tables.flops,
     "stages": lambda tables: tables.stages.entries() if tables.stages else (),
     "schedule": lambda tables: tables.stages and tables.stages.schedule_entry(),
@@ -139,7 +144,7 @@ TABLES: Mapping[str, Callable[[_Tables], Any]] = {
     "notes": lambda tables: tuple(tables.program.notes),
     "nodes": _Tables.nodes,
 }
-WITH_TABLE = {"parameters": ("parameters", "buffers"), "stages": ("stages", "schedule")}
+WITH_TABLE = {"parameters": ("parameters", "buffers"), "memory": ("memory", "copies"), "stages": ("stages", "schedule")}
 ABOUT_VALUES = ("collectives", "parameters", "buffers", "inputs", "outputs", "fallbacks", "nodes")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from shardc.costs.records import FlopsEntry, MemoryEntry, RunEntry, ScheduleEntry, StageEntry, TimeEntry
+from shardc.costs.records import Copies, FlopsEntry, MemoryEntry, RunEntry, ScheduleEntry, StageEntry, TimeEntry
 from shardc.language.machine import SentKind
 from shardc.language.record import FURTHER, Count, Size
 from shardc.language.words import Level
@@ -96,6 +96,7 @@ class Dump:
     ``mesh``: the axes of ranks, with their sizes. ``only``: what was asked for, where other tables, or other entries of
     tables, are left out. ``collectives``: in the order of the program. ``fallbacks``: ops without a rule, which run
     whole on every rank. ``stages``: of a pipeline, once its program is lowered. ``schedule``: of a pipeline.
+    ``copies``: between the device and the tier below, of a step; absent where there are none.
     ``notes``: what the compiler has to say of what it did. ``seconds``: what capture and each pass took; only where
     asked for.
     """
@@ -119,6 +120,7 @@ class Dump:
     outputs: tuple[ValueEntry, ...] | None = None
     fallbacks: tuple[NodeEntry, ...] | None = None
     memory: MemoryEntry | None = None
+    copies: tuple[Copies, ...] | None = None
     flops: FlopsEntry | None = None
     stages: tuple[StageEntry, ...] | None = None
     schedule: ScheduleEntry | None = None

@@ -17,13 +17,16 @@ from typing import TYPE_CHECKING
 from torch import fx, nn
 
 from shardc.capture.model import state_names
+from shardc.costs.count import nbytes
 from shardc.language.errors import ShardingError, did_you_mean
 from shardc.language.sharding import TensorType
+from shardc.language.text import bytes_text
+from shardc.ops.tier import TRANSFERS
 from shardc.program.collective import Collective
-from shardc.program.communication import bucket
+from shardc.program.communication import bucket, is_fetch
 from shardc.program.inference import types_of
 from shardc.program.program import Program, gradient_names
-from shardc.program.provenance import Source
+from shardc.program.provenance import SavedCut, Source
 from shardc.program.stages import has_stages
 from shardc.program.text import type_text
 from shardc.program.traffic import collectives_of, fallbacks_of
@@ -144,6 +147,11 @@ class Explainer:
     def _notes(self, node: fx.Node) -> Iterator[str]:
         if node in self._fallbacks:
             yield f"{self.chains.op(node)} has no rule: its operands are gathered, and it runs whole on every rank"
+        if node.target in TRANSFERS:
+            way = "up, from the tier below" if is_fetch(node) else "down, to the tier below"
+            yield f"{bytes_text(nbytes(self.program.local_type(node)))} go {way}"
+            causes = (each for each in self.program.causes(node) if isinstance(each, SavedCut))
+            yield from (f"{each.text}, as {each.option} says" for each in causes)
         yield from (f"sent by {user.name}" for user in node.users if user.name in self.collectives)
 
     @cached_property

@@ -69,7 +69,7 @@ def _memory(program: Program, lowered: Program, final: Program) -> dict[str, Any
     def count(blocks: Iterable[Block]) -> Any:
         """The bytes of blocks, each expression once and times the number of its blocks."""
         times: Counter[Any] = Counter()
-        for block in blocks:
+        for block in (each for each in blocks if each.nbytes or not each.below):
             value = value_of(*block.value)
             assert value is not None, block
             times[nbytes(program.local_type(*value))] += 1

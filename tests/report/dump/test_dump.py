@@ -45,7 +45,8 @@ def compilations(megatron: Compiled, piped: Compiled) -> list[Compiled]:
     ring = compile(Attending(), Mesh(cp=3), {"x": P(None, "cp")}, kwargs=draw(6, dtype=torch.float32))
     coded = megatron.recompile(wire={"dp": "1bit"})
     offloaded = zero.recompile(zero=Zero("dp", 3, offload="parameters"))
-    return [megatron, zero, inference, piped, ring, coded, offloaded]
+    below = compile(model, Mesh(dp=1), args=(torch.randn(256, 8),), saved={"*": "host"})
+    return [megatron, zero, inference, piped, ring, coded, offloaded, below]
 
 
 # The schema.

@@ -93,11 +93,13 @@ def measured(plans: dict[str, Compiled], capsys: pytest.CaptureFixture[str]) -> 
 
 
 def costs(plans: dict[str, Compiled], capsys: pytest.CaptureFixture[str]) -> list[Any]:
-    offloading = ["--mesh", "dp=2,tp=2", "--zero", "dp=3,offload=parameters", "--format", "json"]
-    assert main(["cost", "targets:mlp", *offloading, "--symbolic"]) == 0
-    found = [json.loads(capsys.readouterr().out)]
+    offloading = ["--mesh", "dp=2,tp=2", "--zero", "dp=3,offload=parameters", "--saved", "*=host", "--format", "json"]
+    records = [golden("cost.json"), golden("cost_symbolic.json")]
+    for further in ([], ["--symbolic"]):
+        assert main(["cost", "targets:mlp", *offloading, *further]) == 0
+        records.append(json.loads(capsys.readouterr().out))
     assert main(["cost", "targets:mlp", "--mesh", "dp=2,tp=2", "--local", "dp=4", "--format", "json"]) == 0
-    return [golden("cost.json"), golden("cost_symbolic.json"), *found, json.loads(capsys.readouterr().out)]
+    return [*records, json.loads(capsys.readouterr().out)]
 
 
 RECORDS: dict[str, Callable[[dict[str, Compiled], pytest.CaptureFixture[str]], list[Any]]] = {
