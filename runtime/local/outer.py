@@ -34,8 +34,8 @@ class OuterSteps(StepWatcher):
     what the outer optimizer keeps.
 
     State: ``_early``, by the id of a parameter, entries of those that the optimizer has no state of yet;
-    ``_optimizers``, the numbers of those that were seen, by id; ``_has_stepped``, whether one of them may have changed a
-    group by itself; ``_copies``, how many there are.
+    ``_optimizers``, the numbers of those that were seen, by id; ``_has_stepped``, whether one of them may have changed
+    a group by itself; ``_copies``, how many there are.
     """
 
     sees_begin = True
