@@ -95,7 +95,7 @@ def _layouts_by_run(call: CallKey) -> Layouts:
     returned = call.target(*map_aggregate(call.args, tensor), **map_aggregate(call.kwargs, tensor))
     layouts: list[Layout | None] = []
     for result in [returned] if isinstance(returned, Tensor) else returned:
-        if result is None:
+        if not isinstance(result, Tensor):  # an attention kernel of a GPU returns numbers too
             layouts.append(None)
             continue
         memory = result.untyped_storage()._cdata

@@ -79,3 +79,11 @@ def test_like_calls_have_one_rule_and_calls_that_only_look_alike_do_not() -> Non
     assert rows[0] == rows[1] and len({id(rule) for rule in rules[:6]}) == 4
     assert rules[0] is rules[1] and rules[0] is not rules[2] and rules[0] is not rules[3]
     assert len({id(rule) for rule in rules[6:]}) == 3 and rules[6] is rules[9]
+
+
+def test_layouts_of_a_call_that_returns_numbers_too() -> None:
+    """As the attention kernel that GPUs have in half precision."""
+    rows = Layout.new(TensorType((2, 4, 16, 8), torch.bfloat16))
+    found = result_layouts(torch.ops.aten._scaled_dot_product_flash_attention.default, (rows, rows, rows), {})
+    assert found[0] is not None and found[0].shape == (2, 4, 16, 8)
+    assert found[2:6] == (None,) * 4
