@@ -1,11 +1,11 @@
-"""Contractions: ``dot``, an einsum over named factors; the products of aten that it replaces; experts."""
+"""Contractions: ``dot``, an einsum over named factors, its rings, the products of aten that it replaces; experts."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from shardc.language.rule import Bind, OpCall, Rule, make_rule, rule
+from shardc.language.sharding import TensorType
 
 aten = torch.ops.aten
 
@@ -61,6 +62,12 @@ class BoundDot:
         return product if self._order is None else product.permute(self._order)
 
 
+def names_of(spec: str) -> tuple[Names, Names, Names]:
+    """The factors of the operands and of the result of a contraction."""
+    plan = _plan(spec)
+    return plan.a, plan.b, plan.out
+
+
 def takes_bias(spec: str) -> bool:
     """Whether the columns of a contraction's product are the result's last dim."""
     plan = _plan(spec)
@@ -101,7 +108,7 @@ class _Plan:
     is_swapped: bool
 
 
-@lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=4096)
 def _plan(spec: str) -> _Plan:
     operands, _, result = spec.partition("->")
     a, b = (tuple(side.split()) for side in operands.split(","))
@@ -147,6 +154,144 @@ rule(aten.addmv.default, _biased_rule("m k, k -> m", ndim=1))
 rule(aten.addbmm.default, _biased_rule("b m k, b k n -> m n", ndim=2, contracted="b k"))
 rule(aten.addmm.default, _biased_rule("m k, k n -> m n", ndim=2))
 rule(aten.baddbmm.default, _biased_rule("b m k, b k n -> b m n", ndim=3))
+
+
+# Rings of products, of which one chunk is sent while another is computed. On whole values nothing is sent.
+
+
+def gather_dots(
+    x: Tensor, axes: tuple[str, ...], dim: int, specs: tuple[str, ...], keeps: bool, *others: Tensor
+) -> tuple[Tensor, ...]:
+    """``dot(x, other, spec)`` for each of ``others``, where ``x`` is gathered: ``axes`` cut its ``dim``.
+
+    ``keeps``: ``x`` itself comes before them. No other operand has the factor of that dim, and all results have it.
+    """
+    return (*([x] if keeps else ()), *map(dot, [x] * len(others), others, specs))
+
+
+def dots_scatter(
+    a: Tensor, axes: tuple[str, ...], dim: int, specs: tuple[str, ...], b: Tensor, *others: Tensor
+) -> Tensor:
+    """The sum of ``dot(a, b, spec)``, of one for each spec: ``axes`` cut ``dim`` of the sum over them.
+
+    ``others``: the operands of further products, two by two. One operand of each has the factor of that dim.
+    """
+    operands = [a, b, *others]
+    total, *products = map(dot, operands[::2], operands[1::2], specs)
+    return functools.reduce(torch.add, products, total)
+
+
+DOT_RINGS = (gather_dots, dots_scatter)
+
+
+def gathered_dims(dim: int, specs: Sequence[str], keeps: bool) -> tuple[int, ...]:
+    """The dim of each result of ``gather_dots`` in which its chunks follow each other."""
+    plans = map(_plan, specs)
+    return (*([dim] if keeps else ()), *(plan.out.index(plan.a[dim]) for plan in plans))
+
+
+def gathered_shapes(
+    dim: int, specs: Sequence[str], keeps: bool, count: int, x: Tensor, others: Sequence[Tensor]
+) -> Iterator[tuple[int, ...]]:
+    """The shapes of the results of ``gather_dots``, where ``x`` is one of a ``count`` of chunks."""
+    whole = (*x.shape[:dim], count * x.shape[dim], *x.shape[dim + 1 :])
+    if keeps:
+        yield whole
+    for plan, other in zip(map(_plan, specs), others, strict=True):
+        sizes = dict(zip(plan.a + plan.b, (*whole, *other.shape), strict=True))
+        yield tuple(sizes[name] for name in plan.out)
+
+
+def scattered_dims(dim: int, specs: Sequence[str]) -> tuple[int | None, ...]:
+    """For each operand of ``dots_scatter`` the dim that is cut in chunks with the sum's; None where there is none."""
+    pairs = ((names, plan.out[dim]) for plan in map(_plan, specs) for names in (plan.a, plan.b))
+    return tuple(names.index(factor) if factor in names else None for names, factor in pairs)
+
+
+def dots_flops(target: Any, args: tuple[Any, ...], results: Sequence[Any]) -> int:
+    """Operations of a ring of products on one rank, from its arguments and results with shapes for tensors."""
+    specs: tuple[str, ...] = args[3]
+    if target is gather_dots:
+        pairs = zip(map(_plan, specs), args[5:], results[args[4] :], strict=True)
+        sizes = [dict(zip(plan.b + plan.out, (*b, *out), strict=True)) for plan, b, out in pairs]
+    else:
+        operands = [args[0], *args[4:]]
+        triples = zip(map(_plan, specs), operands[::2], operands[1::2], strict=True)
+        sizes = [dict(zip(plan.a + plan.b, (*a, *b), strict=True)) for plan, a, b in triples]
+    return sum(2 * math.prod(each.values()) for each in sizes)
+
+
+def dots_workspace(
+    target: Any, args: tuple[Any, ...], count: int, operands: Sequence[TensorType], results: Sequence[TensorType]
+) -> int:
+    """Bytes that a rank holds while a ring of products runs, besides its operands and results.
+
+    Of what is gathered the chunk that is met and the next one, on its way, and one chunk of a product. Of a sum the
+    chunk that is sent and the one that arrives, a further product, and the chunk of an operand that has to be copied.
+    """
+    dim, specs = args[2:4]
+    if target is gather_dots:
+        products = results[args[4] :]
+        return min(2, count - 1) * operands[0].nbytes + max(each.nbytes // count for each in products)
+    (chunk,) = (each.nbytes for each in results)
+    dims, most = scattered_dims(dim, specs), 0
+    for i, plan in enumerate(map(_plan, specs)):
+        a, b = operands[2 * i : 2 * i + 2]
+        sides = (a, dims[2 * i], plan.a, plan.left), (b, dims[2 * i + 1], plan.b, plan.right)
+        copied = sum(each[0].nbytes // count for each in sides if _is_copied(*each))
+        is_permuted = plan.order != tuple(range(len(plan.order)))
+        most = max(most, chunk * bool(i) + max(copied, chunk * is_permuted))
+    return 2 * chunk + most
+
+
+def _is_copied(x: TensorType, dim: int | None, names: Names, groups: tuple[Names, ...]) -> bool:
+    """Whether a chunk of an operand becomes a matrix by a copy: dims before the one that is cut are merged with it."""
+    if dim is None:
+        return False
+    group = next(group for group in groups if names[dim] in group)
+    return any(x.shape[names.index(name)] > 1 for name in group[: group.index(names[dim])])
+
+
+def _gather_rule(call: OpCall) -> Rule:
+    """The dims of the gathered value have their names in all products; what one product alone has is whole.
+
+    The dim that is gathered has another size on a rank.
+    """
+    _, _, dim, specs, keeps, *_ = call.args
+    gathered = " ".join(f"x{i}" for i in range(len(call.operand.shape)))
+    plans = list(enumerate(map(_plan, specs)))
+    known = {i: {name: f"x{j}" for j, name in enumerate(plan.a)} for i, plan in plans}
+    sides = [[gathered, *(_renamed(plan.b, known[i], i) for i, plan in plans)]]
+    sides.append([*([gathered] if keeps else ()), *(_renamed(plan.out, known[i], i) for i, plan in plans)])
+    own = {name for spec in sides[0][1:] for name in spec.split()} - set(gathered.split())
+    return make_rule(_spec_of(sides), call, whole=" ".join(own if len(sides[1]) > 1 else ()), chunks={f"x{dim}": 1})
+
+
+def _scatter_rule(call: OpCall) -> Rule:
+    """The dims of the sum have their names in all products; where there are several, what is contracted is whole.
+
+    The dim that is scattered has another size on a rank.
+    """
+    _, _, dim, specs, *_ = call.args
+    plans = list(enumerate(map(_plan, specs)))
+    known = {i: {name: f"y{j}" for j, name in enumerate(plan.out)} for i, plan in plans}
+    operands = [_renamed(names, known[i], i) for i, plan in plans for names in (plan.a, plan.b)]
+    result = _renamed(plans[0][1].out, known[0], 0)
+    own = {name for spec in operands for name in spec.split()} - set(result.split())
+    whole = " ".join(own if len(plans) > 1 else ())
+    return make_rule(_spec_of([operands, [result]]), call, whole=whole, chunks={f"y{dim}": 1})
+
+
+def _renamed(names: Names, known: dict[str, str], index: int) -> str:
+    return " ".join(known.get(name, f"{name}{index}") for name in names)
+
+
+def _spec_of(sides: Sequence[Sequence[str]]) -> str:
+    return " -> ".join(map(", ".join, sides))
+
+
+rule(gather_dots, _gather_rule)
+rule(dots_scatter, _scatter_rule)
 
 
 # Products of experts: each row is multiplied with the weight of its own expert.
