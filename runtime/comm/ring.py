@@ -125,10 +125,10 @@ def gather_dots(
     met: Rows = [(x,) for x in xs]
     for step in range(count):
         arriving = comm.rotate(met, axes) if step < count - 1 else tuple
-        for results, index, own, row in zip(made, indices, met, rows, strict=True):
-            source = (index - step) % count
+        for i, results in enumerate(made):
+            source = (indices[i] - step) % count
             places = [chunk(result, count, at, source) for result, at in zip(results, dims, strict=True)]
-            _multiply(places, own[0], row, specs)
+            _multiply(places, *met[i], others=rows[i], specs=specs)
         met = arriving()
     return made
 

@@ -227,29 +227,38 @@ def dots_workspace(
     """Bytes that a rank holds while a ring of products runs, besides its operands and results.
 
     Of what is gathered the chunk that is met and the next one, on its way, and one chunk of a product. Of a sum the
-    chunk that is sent and the one that arrives, a further product, and the chunk of an operand that has to be copied.
+    chunk that is sent and the one that arrives, and a further product. Beside a product the operands that it copies.
     """
     dim, specs = args[2:4]
     if target is gather_dots:
-        products = results[args[4] :]
-        return min(2, count - 1) * operands[0].nbytes + max(each.nbytes // count for each in products)
-    (chunk,) = (each.nbytes for each in results)
-    dims, most = scattered_dims(dim, specs), 0
+        x, *others = operands
+        products = zip(map(_plan, specs), others, results[-len(specs) :], strict=True)
+        each = [made.nbytes // count + _copied(plan, x, None, other, None, 1) for plan, other, made in products]
+        return min(2, count - 1) * x.nbytes + max(each)
+    chunk, dims = results[0].nbytes, scattered_dims(dim, specs)
+    most = 0
     for i, plan in enumerate(map(_plan, specs)):
-        a, b = operands[2 * i : 2 * i + 2]
-        sides = (a, dims[2 * i], plan.a, plan.left), (b, dims[2 * i + 1], plan.b, plan.right)
-        copied = sum(each[0].nbytes // count for each in sides if _is_copied(*each))
-        is_permuted = plan.order != tuple(range(len(plan.order)))
-        most = max(most, chunk * bool(i) + max(copied, chunk * is_permuted))
+        (a, b), cut = operands[2 * i : 2 * i + 2], dims[2 * i : 2 * i + 2]
+        is_copied = i == len(specs) - 1 and plan.order != tuple(range(len(plan.order)))
+        most = max(most, chunk * bool(i) + _copied(plan, a, cut[0], b, cut[1], count), chunk * is_copied)
     return 2 * chunk + most
 
 
-def _is_copied(x: TensorType, dim: int | None, names: Names, groups: tuple[Names, ...]) -> bool:
-    """Whether a chunk of an operand becomes a matrix by a copy: dims before the one that is cut are merged with it."""
-    if dim is None:
-        return False
-    group = next(group for group in groups if names[dim] in group)
-    return any(x.shape[names.index(name)] > 1 for name in group[: group.index(names[dim])])
+def _copied(plan: _Plan, a: TensorType, cut: int | None, b: TensorType, other_cut: int | None, count: int) -> int:
+    """The bytes of those matrices of operands, or of a chunk along a dim of them, that are no views."""
+    copied = 0
+    pieces = [_piece(a, cut, count), _piece(b, other_cut, count)]
+    sizes = dict(zip(plan.a + plan.b, (*pieces[0].shape, *pieces[1].shape), strict=True))
+    for piece, names, groups in zip(pieces, (plan.a, plan.b), (plan.left, plan.right), strict=True):
+        matrix = stepped(piece, _steps(names, groups, sizes))
+        is_view = matrix.untyped_storage()._cdata == piece.untyped_storage()._cdata
+        copied += 0 if is_view else matrix.nbytes
+    return copied
+
+
+def _piece(x: TensorType, dim: int | None, count: int) -> Tensor:
+    whole = torch.empty(x.shape, dtype=x.dtype, device="meta")
+    return whole if dim is None else whole.narrow(dim, 0, x.shape[dim] // count)
 
 
 def _gather_rule(call: OpCall) -> Rule:
