@@ -20,7 +20,9 @@ them. Invariant: every value that is left keeps its type and its sharding.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -30,9 +32,10 @@ from shardc.costs.step_time import step_timeline
 from shardc.language.mesh import MICROBATCH, NO_DOT_RING
 from shardc.language.partition import parse_parts
 from shardc.ops.contraction import dot, dots_scatter, gather_dots, names_of
-from shardc.options import AUTO, RING
+from shardc.options import AUTO
+from shardc.program.coding.nodes import is_decode, is_encode
 from shardc.program.collective import all_gather, group_size, reduce_scatter, steps_sharding
-from shardc.program.communication import is_early, members, only_to_gradients
+from shardc.program.communication import is_early, is_gathered_early, members, only_to_gradients
 from shardc.program.node import ancestors, operand
 from shardc.program.program import Program
 
@@ -46,9 +49,29 @@ def chunk_dots(program: Program) -> Program:
         return program
     chunked = program.copy() if way == AUTO else program.edited()
     has_rings = _make_rings(chunked)
-    if way == RING and not has_rings:
-        chunked.notes = (*chunked.notes, NO_DOT_RING)
-    return chunked if way == RING or (has_rings and _step_seconds(chunked) < _step_seconds(program)) else program
+    if way == AUTO:
+        return chunked if has_rings and _step_seconds(chunked) < _step_seconds(program) else program
+    left = ", ".join(f"{number} {why}" for why, number in Counter(_left_plain(chunked)).items())
+    notes = [*([] if has_rings else [NO_DOT_RING]), *([f"{LEFT_PLAIN}: {left}"] if left else [])]
+    return replace(chunked, notes=(*chunked.notes, *notes))
+
+
+LEFT_PLAIN = "overlap='ring' leaves gathers before products, or sums after them, as they are"
+
+
+def _left_plain(program: Program) -> Iterator[str]:
+    """For each collective beside a product that is no ring, why it is none."""
+    gradients = only_to_gradients(program)
+    for node in program.calls:
+        readers, read = [{each.target for each in nodes} for nodes in (node.users, node.all_input_nodes)]
+        is_gather = dot in readers and not is_gathered_early(node)
+        is_sum = dot in read and node not in gradients
+        if (is_gather and is_decode(node)) or (is_sum and is_encode(node)):
+            yield "sent in codes"
+        elif is_gather and node.target is all_gather and not _has_chunks(program, node, operand(node)):
+            yield "cut unevenly"
+        elif is_sum and node.target is reduce_scatter and not _has_chunks(program, node, node):
+            yield "cut unevenly"
 
 
 def _step_seconds(program: Program) -> float:

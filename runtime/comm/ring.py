@@ -128,7 +128,7 @@ def gather_dots(
         for i, results in enumerate(made):
             source = (indices[i] - step) % count
             places = [chunk(result, count, at, source) for result, at in zip(results, dims, strict=True)]
-            _multiply(places, *met[i], others=rows[i], specs=specs)
+            _multiply(places, met[i][0], rows[i], specs)
         met = arriving()
     return made
 

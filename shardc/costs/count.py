@@ -18,12 +18,12 @@ from shardc.language.partition import parse_part
 from shardc.language.sharding import TensorType, dtype_name
 from shardc.ops.attention.rules import RINGS, is_attention, ring_flops
 from shardc.ops.attention.tiled import TILED, TILED_BACKWARD
-from shardc.ops.contraction import DOT_RINGS, dot, dots_flops, gather_dots, scattered_dims
+from shardc.ops.contraction import DOT_RINGS, chunk_calls, dot, dots_flops
 from shardc.ops.tier import TRANSFERS
 from shardc.program.collective import GO_ROUND, Collective
-from shardc.program.communication import collective_at, is_collective, num_chunks, ring_of
+from shardc.program.communication import collective_at, is_collective, local_types, num_chunks, ring_of
 from shardc.program.lifetime import is_row_of_kept, stored_below
-from shardc.program.node import is_free, operand, operands
+from shardc.program.node import is_free, operand
 from shardc.program.program import Program, Value, ends_of, parameters_of
 from shardc.program.stages import Stage, has_stages
 from shardc.program.text import rank_axes
@@ -191,20 +191,9 @@ def chunk_seconds(program: Program, node: fx.Node) -> float:
     """
     if node.target not in DOT_RINGS:
         return 0.0
-    count, dtype = num_chunks(program, node), dtype_name(program.value_type(program.value(operand(node))).dtype)
-    return program.options.machine.device.seconds(
-        flops_of_call(program, node) // count, _chunk_bytes(program, node, count), dtype
-    )
-
-
-def _chunk_bytes(program: Program, node: fx.Node, count: int) -> int:
-    """The bytes that the products of one chunk read and write; operands that have no chunks are read for each."""
-    values = [nbytes(program.local_type(each)) for each in operands(node) if each is not None]
-    made = sum(map(nbytes, (program.local_type(node, i) for i in range(len(program.types(node))))))
-    if node.target is gather_dots:
-        return sum(values) + made // count
-    dims = scattered_dims(*node.args[2:4])  # type: ignore[arg-type]
-    return made + sum(size if dim is None else size // count for size, dim in zip(values, dims, strict=True))
+    device, dtype = program.options.machine.device, dtype_name(program.value_type(program.value(operand(node))).dtype)
+    calls = chunk_calls(node.target, node.args, num_chunks(program, node), *local_types(program, node))
+    return sum(device.seconds(flops, moved, dtype) for flops, moved in calls)
 
 
 def bytes_moved(program: Program, node: fx.Node) -> int:

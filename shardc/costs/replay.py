@@ -36,9 +36,9 @@ from shardc.ops.attention.rules import ring_attention_backward
 from shardc.ops.attention.tiled import TILED, TILED_BACKWARD
 from shardc.ops.contraction import DOT_RINGS, dots_workspace
 from shardc.program.collective import mask_padding
-from shardc.program.communication import goes_round, is_collective, is_gathered_early, num_chunks, ring_of
+from shardc.program.communication import goes_round, is_collective, is_gathered_early, local_types, num_chunks, ring_of
 from shardc.program.lifetime import Parts, owners_of, split, stored_below
-from shardc.program.node import ancestors, arguments, is_getitem, operand, operands
+from shardc.program.node import ancestors, arguments, is_getitem, operand
 from shardc.program.program import Program, Value, parameters_of
 from shardc.program.stages import PARTS_OF, TIMED, Crossing, Stages, has_stages, is_cut_in_time, stages_of
 from shardc.schedules.schedule import ALL, COMPUTE, SENDS, Action, Schedule
@@ -153,9 +153,8 @@ class _Replay:
         if ring is not None and is_collective(node):
             nbytes += ring_workspace(ring, *self._types(goes_round(node)[:2]), is_backward=is_backward)
         if node.target in DOT_RINGS:
-            program, of_operands = self.program, self._types(each for each in operands(node) if each is not None)
-            results = [type_ for i in range(len(program.types(node))) if (type_ := program.local_type(node, i))]
-            nbytes += dots_workspace(node.target, node.args, num_chunks(program, node), of_operands, results)
+            types = local_types(self.program, node)
+            nbytes += dots_workspace(node.target, node.args, num_chunks(self.program, node), *types)
         if node.target in (TILED, TILED_BACKWARD) or (ring is not None and ring.family == TILED_FAMILY):
             q, k = self._types([each for each in node.args if isinstance(each, fx.Node)][is_backward:][:2])
             dropout = ring.dropout if ring is not None else arguments(node)["dropout_p"]

@@ -211,14 +211,80 @@ def scattered_dims(dim: int, specs: Sequence[str]) -> tuple[int | None, ...]:
 def dots_flops(target: Any, args: tuple[Any, ...], results: Sequence[Any]) -> int:
     """Operations of a ring of products on one rank, from its arguments and results with shapes for tensors."""
     specs: tuple[str, ...] = args[3]
+    plans = list(map(_plan, specs))
     if target is gather_dots:
-        pairs = zip(map(_plan, specs), args[5:], results[args[4] :], strict=True)
-        sizes = [dict(zip(plan.b + plan.out, (*b, *out), strict=True)) for plan, b, out in pairs]
+        triples = zip(plans, args[5:], results[-len(specs) :], strict=True)
+        sizes = [dict(zip(plan.b + plan.out, (*b, *out), strict=True)) for plan, b, out in triples]
     else:
         operands = [args[0], *args[4:]]
-        triples = zip(map(_plan, specs), operands[::2], operands[1::2], strict=True)
+        triples = zip(plans, operands[::2], operands[1::2], strict=True)
         sizes = [dict(zip(plan.a + plan.b, (*a, *b), strict=True)) for plan, a, b in triples]
     return sum(2 * math.prod(each.values()) for each in sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class _ChunkDot:
+    """One chunk of a product in a ring: what it multiplies and what it makes, on meta."""
+
+    plan: _Plan
+    a: Tensor
+    b: Tensor
+    made: int
+
+    @property
+    def flops(self) -> int:
+        """Its operations."""
+        return 2 * math.prod(self._sizes.values())
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it reads and makes."""
+        return self.a.nbytes + self.b.nbytes + self.made
+
+    @property
+    def copied(self) -> int:
+        """The bytes of the operands' matrices that are no views of them."""
+        matrices = (
+            stepped(self.a, _steps(self.plan.a, self.plan.left, self._sizes)),
+            stepped(self.b, _steps(self.plan.b, self.plan.right, self._sizes)),
+        )
+        pairs = zip(matrices, (self.a, self.b), strict=True)
+        return sum(x.nbytes for x, y in pairs if x.untyped_storage()._cdata != y.untyped_storage()._cdata)
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return dict(zip(self.plan.a + self.plan.b, (*self.a.shape, *self.b.shape), strict=True))
+
+
+def _chunk_dots(
+    target: Any, args: tuple[Any, ...], count: int, operands: Sequence[TensorType], results: Sequence[TensorType]
+) -> list[_ChunkDot]:
+    dim, specs = args[2:4]
+    if target is gather_dots:
+        x, *others = (_piece(each) for each in operands)
+        products = zip(specs, others, results[-len(specs) :], strict=True)
+        return [_ChunkDot(_plan(spec), x, other, made.nbytes // count) for spec, other, made in products]
+    pieces = [_piece(x, at, count) for x, at in zip(operands, scattered_dims(dim, specs), strict=True)]
+    return [_ChunkDot(_plan(spec), *pieces[2 * i : 2 * i + 2], results[0].nbytes) for i, spec in enumerate(specs)]
+
+
+def _piece(x: TensorType, dim: int | None = None, count: int = 1) -> Tensor:
+    whole = torch.empty(x.shape, dtype=x.dtype, device="meta")
+    return whole if dim is None else whole.narrow(dim, 0, x.shape[dim] // count)
+
+
+def chunk_calls(
+    target: Any, args: tuple[Any, ...], count: int, operands: Sequence[TensorType], results: Sequence[TensorType]
+) -> Iterator[tuple[int, int]]:
+    """The operations of each call of one chunk of a ring, and the bytes that it reads and writes.
+
+    What is made of a chunk that is gathered is copied to its place; parts of a sum are added.
+    """
+    for each in _chunk_dots(target, args, count, operands, results):
+        yield each.flops, each.nbytes
+        yield 0, 2 * each.made if target is gather_dots else 3 * each.made
+    if target is gather_dots and len(results) > len(args[3]):
+        yield 0, 2 * operands[0].nbytes
 
 
 def dots_workspace(
@@ -229,36 +295,13 @@ def dots_workspace(
     Of what is gathered the chunk that is met and the next one, on its way, and one chunk of a product. Of a sum the
     chunk that is sent and the one that arrives, and a further product. Beside a product the operands that it copies.
     """
-    dim, specs = args[2:4]
+    dots = _chunk_dots(target, args, count, operands, results)
     if target is gather_dots:
-        x, *others = operands
-        products = zip(map(_plan, specs), others, results[-len(specs) :], strict=True)
-        each = [made.nbytes // count + _copied(plan, x, None, other, None, 1) for plan, other, made in products]
-        return min(2, count - 1) * x.nbytes + max(each)
-    chunk, dims = results[0].nbytes, scattered_dims(dim, specs)
-    most = 0
-    for i, plan in enumerate(map(_plan, specs)):
-        (a, b), cut = operands[2 * i : 2 * i + 2], dims[2 * i : 2 * i + 2]
-        is_copied = i == len(specs) - 1 and plan.order != tuple(range(len(plan.order)))
-        most = max(most, chunk * bool(i) + _copied(plan, a, cut[0], b, cut[1], count), chunk * is_copied)
-    return 2 * chunk + most
-
-
-def _copied(plan: _Plan, a: TensorType, cut: int | None, b: TensorType, other_cut: int | None, count: int) -> int:
-    """The bytes of those matrices of operands, or of a chunk along a dim of them, that are no views."""
-    copied = 0
-    pieces = [_piece(a, cut, count), _piece(b, other_cut, count)]
-    sizes = dict(zip(plan.a + plan.b, (*pieces[0].shape, *pieces[1].shape), strict=True))
-    for piece, names, groups in zip(pieces, (plan.a, plan.b), (plan.left, plan.right), strict=True):
-        matrix = stepped(piece, _steps(names, groups, sizes))
-        is_view = matrix.untyped_storage()._cdata == piece.untyped_storage()._cdata
-        copied += 0 if is_view else matrix.nbytes
-    return copied
-
-
-def _piece(x: TensorType, dim: int | None, count: int) -> Tensor:
-    whole = torch.empty(x.shape, dtype=x.dtype, device="meta")
-    return whole if dim is None else whole.narrow(dim, 0, x.shape[dim] // count)
+        return min(2, count - 1) * operands[0].nbytes + max(each.made + each.copied for each in dots)
+    chunk, order = results[0].nbytes, dots[-1].plan.order
+    most = max(chunk * bool(i) + each.copied for i, each in enumerate(dots))
+    is_permuted = order != tuple(range(len(order)))
+    return 2 * chunk + max(most, chunk * is_permuted)
 
 
 def _gather_rule(call: OpCall) -> Rule:

@@ -200,6 +200,13 @@ def num_chunks(program: Program, node: fx.Node) -> int:
     return group_size(program.mesh, "all_gather", node.args[1:])
 
 
+def local_types(program: Program, node: fx.Node) -> tuple[list[TensorType], list[TensorType]]:
+    """The types on one rank of the operands and of the results of a ring of products."""
+    read = [program.local_type(each) for each in operands(node) if each is not None]
+    made = [program.local_type(node, i) for i in range(len(program.types(node)))]
+    return [each for each in read if each is not None], [each for each in made if each is not None]
+
+
 def travelling(node: fx.Node) -> fx.Node:
     """The value whose chunks go from rank to rank in a ring of products: what is gathered, or the sum."""
     return operand(node) if node.target is gather_dots else node

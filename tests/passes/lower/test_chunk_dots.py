@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 from weakref import ref
 
 import pytest
 import torch
+from cases import few
 from gloo_pool import GlooPool
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from measuring import measured, without_optimizer
 from one_device import equals_one_device
 from parallel_models import whole
-from printed import block, printed
+from printed import printed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 import shardc
-from shardc import Compiled, Mesh, P
+from shardc import Compiled, Mesh, P, Pipeline, Remat, Zero
+from shardc.costs.count import call_seconds, collective_seconds, seconds
 from shardc.costs.step_time import step_timeline
+from shardc.language.machine import Device, Link, Machine
+from shardc.language.mesh import warnings_among
 from shardc.language.sharding import TensorType
-from shardc.ops.contraction import dots_scatter, dots_workspace, gather_dots
+from shardc.ops.contraction import DOT_RINGS, dots_scatter, dots_workspace, gather_dots
+from shardc.passes.verify import verify
+from shardc.program.communication import collective_at
 from shardc.runtime.comm import distributed, ring
 from shardc.runtime.comm.distributed import TorchComm
 from shardc.runtime.comm.simulated import SimulatedComm
@@ -72,7 +76,7 @@ class Layer(nn.Module):
 
 
 class Layers(nn.Module):
-    def __init__(self, shape: Shape, count: int = 1) -> None:
+    def __init__(self, shape: Shape, count: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer(shape) for _ in range(count))
 
@@ -82,10 +86,10 @@ class Layers(nn.Module):
         return x.square().mean()
 
 
-def target(shape: Shape) -> tuple[nn.Module, Tensor]:
+def target(shape: Shape, layers: int = 1) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     sizes = (shape.batch, shape.positions) if shape.dim else (shape.positions, shape.batch)
-    return Layers(shape).double(), torch.randn(*sizes, WIDTH, dtype=torch.float64)
+    return Layers(shape, layers).double(), torch.randn(*sizes, WIDTH, dtype=torch.float64)
 
 
 def both(shape: Shape, mesh: Mesh, **options: Any) -> tuple[Compiled, Compiled, Tensor]:
@@ -127,6 +131,106 @@ def test_numbers_bytes_and_operations_are_those_of_plain_products(shape: Shape, 
     assert sent(plain, x) == sent(chunked, x)
 
 
+def test_a_gather_is_sent_once_for_all_that_read_it() -> None:
+    """Products that come first, and what else reads it: in backward the gradients of weights."""
+    _, chunked, _ = both(Shape(products=2), Mesh(tp=2))
+    specs = '("a b c, d c -> a b d", "a b c, d c -> a b d")'
+    lines = printed(chunked.at("chunk_dots"), "forward").splitlines()
+    assert lines[1:4] == [
+        'annotate: f64[2, 12@tp, 12] = shardc.annotate(getitem, "-,tp")',
+        "all_gather_tp_dots: (f64[2, 12, 12], f64[2, 12, 24@tp], f64[2, 12, 24@tp]) = gather_dots(annotate, "
+        f'("tp",), 1, {specs}, True, layers.0.up.0.weight, layers.0.up.1.weight)',
+        "add_2: f64[2, 12, 24@tp] = add(dot_9, layers.0.up.0.bias)",
+    ]
+    (gathered,) = (node for node in chunked.whole.graph.nodes if node.name == "all_gather_tp_2")
+    assert len(gathered.users) == 2 and {chunked.whole.source(each).phase for each in gathered.users} == {"backward"}
+
+
+def test_a_sum_of_products_goes_round_once() -> None:
+    _, chunked, _ = both(Shape(products=3), Mesh(tp=2))
+    sums = [node for node in chunked.whole.calls if node.target is dots_scatter]
+    assert [len(node.args[3]) for node in sums] == [1, 3]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        (Mesh(dp=2, tp=2), {"zero": Zero("dp", 3), "remat": Remat("layers.*"), "bucket": 1}),
+        (Mesh(pp=2, tp=2), {"pipeline": Pipeline("pp", 2, schedule="1f1b")}),
+    ],
+    ids=["zero 3, recomputed", "in a pipeline"],
+)
+def test_it_goes_with_other_options(mesh: Mesh, options: dict[str, Any]) -> None:
+    """Gathers of parameters and sums of their gradients are no rings."""
+    model, x = target(Shape(batch=4), layers=2)
+    annotations = {"x": P("dp" if "dp" in mesh.axis_names else None, "tp")}
+    plain = shardc.compile(model, mesh, annotations, args=(x,), **options)
+    chunked = plain.recompile(overlap="ring")
+    equals_one_device(chunked, x)
+    assert wire_bytes(plain) == wire_bytes(chunked)
+    assert {each.axes for each in chunked.collectives if "dots" in each.name} == {("tp",)}
+    assert len(rings(chunked)) == 8
+
+
+@pytest.mark.parametrize(
+    ("positions", "options", "why"),
+    [(9, {}, "4 cut unevenly"), (12, {"wire": {"tp": "bf16"}, "bucket": 1}, "4 sent in codes")],
+)
+def test_what_is_not_served_stays_plain_and_a_note_says_so(positions: int, options: dict[str, Any], why: str) -> None:
+    plain, chunked, _ = both(Shape(1, 8, positions, products=1), Mesh(tp=2), **options)
+    assert plain.collectives == chunked.collectives
+    none, left = chunked.program.notes[-2:]
+    assert none in warnings_among([none]) and none.startswith("overlap='ring' makes no ring of any product")
+    assert left == f"overlap='ring' leaves gathers before products, or sums after them, as they are: {why}"
+
+
+@pytest.mark.parametrize("target_", [gather_dots, dots_scatter])
+def test_a_ring_of_products_that_do_not_fit_is_caught(target_: Any) -> None:
+    _, chunked, _ = both(Shape(), Mesh(tp=2))
+    program = chunked.at("chunk_dots").copy()
+    verify(program.unbound())
+    node = next(each for each in program.calls if each.target is target_)
+    *others, last = program.shardings(node)
+    assert last is not None
+    other = replace(last, dims=last.dims[::-1])
+    program.set_sharding(node, (*others, other) if others else other)
+    with pytest.raises(AssertionError):
+        verify(program.unbound())
+
+
+# The clock.
+
+
+def step_seconds(compiled: Compiled) -> float:
+    return step_timeline(compiled.whole).makespan
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "call", "has_rings"), [(1e8, 1e-7, True), (1e5, 1e-7, True), (1e15, 1e-3, False), (1e8, 1e-3, False)]
+)
+def test_auto_makes_rings_where_the_clock_says_that_they_pay(bandwidth: float, call: float, has_rings: bool) -> None:
+    """Not where each call takes its time, however small it is."""
+    machine = Machine({"*": Link(1e-7, bandwidth)}, Device({"float32": 1e9, "float64": 1e9}, 1e10, call))
+    plain, chunked, _ = both(Shape(), Mesh(tp=2), links=machine)
+    auto = chunked.recompile(overlap="auto")
+    assert bool(rings(auto)) == has_rings
+    assert step_seconds(auto) < step_seconds(plain) if has_rings else step_seconds(auto) == step_seconds(plain)
+
+
+@pytest.mark.parametrize("bandwidth", [1e5, 1e12])
+def test_a_ring_takes_the_longer_of_products_and_messages_but_for_one_chunk(bandwidth: float) -> None:
+    machine = Machine({"*": Link(0.0, bandwidth)}, Device({"float32": 1e9, "float64": 1e9}, 1e15))
+    _, chunked, _ = both(Shape(), Mesh(tp=4), links=machine)
+    program, tasks = chunked.whole, step_timeline(chunked.whole)
+    for target_ in DOT_RINGS:
+        node = next(each for each in program.calls if each.target is target_)
+        chunk, sending = call_seconds(program, node) / 4, collective_seconds(program, collective_at(program, node))
+        assert seconds(program, node) == pytest.approx(max(3 * chunk, sending) + chunk)
+        own = [task for task in tasks.tasks if getattr(task.name, "name", "") == node.name]
+        took = max(map(tasks.end, own)) - min(tasks.starts[task.name] for task in own)
+        assert took == pytest.approx(seconds(program, node))
+
+
 def trained(shape: Shape, sizes: tuple[int, ...], names: tuple[str, ...], compile_: str) -> Any:
     """Loss and gradients of a step, and by kind the bytes that this rank has sent and that are announced."""
     model, x = target(shape)
@@ -145,7 +249,7 @@ def trained(shape: Shape, sizes: tuple[int, ...], names: tuple[str, ...], compil
     return loss.detach(), gradients, traffic.bytes, announced
 
 
-@pytest.mark.parametrize("compile_", ["eager", "inductor"])
+@pytest.mark.parametrize("compile_", few(["eager", "inductor"], "eager"))
 def test_on_real_ranks_a_step_is_that_of_one_device_and_sends_what_is_announced(gloo: GlooPool, compile_: str) -> None:
     shape = Shape()
     model, x = target(shape)
@@ -199,7 +303,9 @@ def held(target: Any, dim: int, specs: tuple[str, ...], *rest: Any) -> tuple[int
     return alive.most, sum(each.nbytes for each in made) + dots_workspace(target, args, 4, operands, made)
 
 
-@pytest.mark.parametrize("case", [(gather_dots, *each) for each in GATHERS] + [(dots_scatter, *each) for each in SCATTERS])
+@pytest.mark.parametrize(
+    "case", [(gather_dots, *each) for each in GATHERS] + [(dots_scatter, *each) for each in SCATTERS]
+)
 def test_a_ring_holds_what_is_announced(gloo: GlooPool, case: Any) -> None:
     for found, announced in gloo.run(held, *case):
         assert found == announced
