@@ -244,12 +244,10 @@ class _ChunkDot:
     @property
     def copied(self) -> int:
         """The bytes of the operands' matrices that are no views of them."""
-        matrices = (
-            stepped(self.a, _steps(self.plan.a, self.plan.left, self._sizes)),
-            stepped(self.b, _steps(self.plan.b, self.plan.right, self._sizes)),
-        )
-        pairs = zip(matrices, (self.a, self.b), strict=True)
-        return sum(x.nbytes for x, y in pairs if x.untyped_storage()._cdata != y.untyped_storage()._cdata)
+        plan, sizes = self.plan, self._sizes
+        sides = (self.a, plan.a, plan.left), (self.b, plan.b, plan.right)
+        matrices = [(x, stepped(x, _steps(names, groups, sizes))) for x, names, groups in sides]
+        return sum(y.nbytes for x, y in matrices if x.untyped_storage()._cdata != y.untyped_storage()._cdata)
 
     @property
     def _sizes(self) -> dict[str, int]:
@@ -265,7 +263,8 @@ def _chunk_dots(
         products = zip(specs, others, results[-len(specs) :], strict=True)
         return [_ChunkDot(_plan(spec), x, other, made.nbytes // count) for spec, other, made in products]
     pieces = [_piece(x, at, count) for x, at in zip(operands, scattered_dims(dim, specs), strict=True)]
-    return [_ChunkDot(_plan(spec), *pieces[2 * i : 2 * i + 2], results[0].nbytes) for i, spec in enumerate(specs)]
+    pairs = zip(specs, pieces[::2], pieces[1::2], strict=True)
+    return [_ChunkDot(_plan(spec), a, b, results[0].nbytes) for spec, a, b in pairs]
 
 
 def _piece(x: TensorType, dim: int | None = None, count: int = 1) -> Tensor:

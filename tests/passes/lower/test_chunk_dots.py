@@ -192,7 +192,7 @@ def test_a_ring_of_products_that_do_not_fit_is_caught(target_: Any) -> None:
     node = next(each for each in program.calls if each.target is target_)
     *others, last = program.shardings(node)
     assert last is not None
-    other = replace(last, dims=last.dims[::-1])
+    other = replace(last, dims=(last.dims[0], last.dims[2], last.dims[1]))
     program.set_sharding(node, (*others, other) if others else other)
     with pytest.raises(AssertionError):
         verify(program.unbound())
@@ -206,7 +206,7 @@ def step_seconds(compiled: Compiled) -> float:
 
 
 @pytest.mark.parametrize(
-    ("bandwidth", "call", "has_rings"), [(1e8, 1e-7, True), (1e5, 1e-7, True), (1e15, 1e-3, False), (1e8, 1e-3, False)]
+    ("bandwidth", "call", "has_rings"), [(1e8, 1e-7, True), (1e15, 1e-3, False), (1e8, 1e-3, False)]
 )
 def test_auto_makes_rings_where_the_clock_says_that_they_pay(bandwidth: float, call: float, has_rings: bool) -> None:
     """Not where each call takes its time, however small it is."""
@@ -303,9 +303,7 @@ def held(target: Any, dim: int, specs: tuple[str, ...], *rest: Any) -> tuple[int
     return alive.most, sum(each.nbytes for each in made) + dots_workspace(target, args, 4, operands, made)
 
 
-@pytest.mark.parametrize(
-    "case", [(gather_dots, *each) for each in GATHERS] + [(dots_scatter, *each) for each in SCATTERS]
-)
-def test_a_ring_holds_what_is_announced(gloo: GlooPool, case: Any) -> None:
-    for found, announced in gloo.run(held, *case):
-        assert found == announced
+def test_a_ring_holds_what_is_announced(gloo: GlooPool) -> None:
+    for case in [(gather_dots, *each) for each in GATHERS] + [(dots_scatter, *each) for each in SCATTERS]:
+        for found, announced in gloo.run(held, *case):
+            assert found == announced, case
