@@ -332,7 +332,7 @@ def _changed(request: Request, changes: Mapping[str, Any]) -> Request:
     problem = "it takes arguments of shardc.compile, but for the model"
     raise_all([
         OptionError(f"recompile({name}=...)", "there is no such argument", problem,
-                    did_you_mean(name, known) or f"say one of {', '.join(known)}")
+                    (name != "model" and did_you_mean(name, known)) or f"say one of {', '.join(known)}")
         for name in changes if name not in known
     ])  # fmt: skip
     mesh = Mesh.of(changes.get("mesh", request.mesh))
