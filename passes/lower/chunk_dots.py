@@ -82,7 +82,7 @@ def _make_rings(program: Program) -> bool:
     """Make rings of gathers, then of sums; whether there are any."""
     rings, gradients = list[fx.Node](), only_to_gradients(program)
     for node in program.graph.find_nodes(op="call_function", target=all_gather):
-        if _has_chunks(program, node, operand(node)) and not _starts_ahead(program, node):
+        if node.users and _has_chunks(program, node, operand(node)) and not _starts_ahead(program, node):
             rings += _gather(program, node)
     for node in program.graph.find_nodes(op="call_function", target=reduce_scatter):
         if node not in gradients and node.args[2] == "sum" and _has_chunks(program, node, node):
@@ -102,10 +102,10 @@ def _has_chunks(program: Program, node: fx.Node, piece: fx.Node) -> bool:
 
 def _starts_ahead(program: Program, node: fx.Node) -> bool:
     """Whether a gather is of a stored parameter, or of what is saved in pieces."""
-    kinds = {
-        put.kind for put, each in zip(program.inputs, program.placeholders, strict=True) if each in ancestors(node)
-    }
-    return is_early(node) and kinds != {"input"}
+    if not is_early(node):
+        return False
+    inputs = dict(zip(program.placeholders, program.inputs, strict=True))
+    return any(inputs[each].kind != "input" for each in ancestors(node) & inputs.keys())
 
 
 def _is_faster(program: Program, ring: fx.Node, replaced: Collection[fx.Node]) -> bool:
