@@ -16,10 +16,11 @@ from shardc.language.partition import parse_parts
 from shardc.language.sharding import num_shards
 from shardc.ops.attention.joining import Gradients, Joined
 from shardc.ops.attention.ring import POSITIONS, Ring
-from shardc.ops.contraction import dot, gathered_dims, gathered_shapes, scattered_dims
+from shardc.ops.contraction import BoundDot, dot, gathered_dims, gathered_shapes, scattered_dims
 from shardc.ops.reduction import wide_dtype
 
 from .comm import Comm, PartNames, Rows, Tensors, chunk
+from .process_group import is_traced
 
 Row = tuple[Tensor, ...]
 
@@ -138,7 +139,8 @@ def _multiply(places: Sequence[Tensor], x: Tensor, others: Sequence[Tensor], spe
     for kept in places[: -len(specs)]:
         kept.copy_(x)
     for place, other, spec in zip(places[-len(specs) :], others, specs, strict=True):
-        place.copy_(dot(x, other, spec))
+        bound = BoundDot(spec, x.shape, other.shape)
+        place.copy_(bound(x, other)) if is_traced() else bound.put(x, other, place)
 
 
 def dots_scatter(comm: Comm, axes: PartNames, dim: int, specs: tuple[str, ...], *columns: Tensors) -> list[Tensor]:

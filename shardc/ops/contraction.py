@@ -56,10 +56,37 @@ class BoundDot:
     def product(self, left: Any, right: Any, bias: Any = None) -> Any:
         """The contraction, from the matrices of the operands."""
         left, right = (right.mT, left.mT) if self.plan.is_swapped else (left, right)
-        multiply = torch.bmm if self.plan.left[0] else torch.mm
-        product = multiply(left, right) if bias is None else torch.addmm(bias, left, right)
+        product = self._multiply(left, right) if bias is None else torch.addmm(bias, left, right)
         product = product if self._shape is None else product.view(self._shape)
         return product if self._order is None else product.permute(self._order)
+
+    def put(self, a: Tensor, b: Tensor, place: Tensor) -> None:
+        """Put the contraction into a place, by its kernel itself if that can."""
+        matrix = place_matrix(self.plan, place)
+        if matrix is None:
+            place.copy_(self(a, b))
+            return
+        left, right = stepped(a, self.left), stepped(b, self.right)
+        left, right = (right.mT, left.mT) if self.plan.is_swapped else (left, right)
+        self._multiply(left, right, out=matrix)
+
+    @property
+    def _multiply(self) -> Any:
+        return torch.bmm if self.plan.left[0] else torch.mm
+
+
+def place_matrix(plan: _Plan, place: Tensor) -> Tensor | None:
+    """The matrix, or the batch of them, that a product's kernel writes to put the result into a place; if it is one."""
+    dims = [plan.out.index(name) for name in plan.product]
+    sizes = [place.shape[dim] for dim in dims]
+    num_batch = len(plan.left[0])
+    middle = num_batch + len(plan.right[2] if plan.is_swapped else plan.left[1])
+    batch, first, second = sizes[:num_batch], sizes[num_batch:middle], sizes[middle:]
+    shape = [math.prod(group) for group in ((batch,) if batch else ()) + (first, second)]
+    try:
+        return place.permute(dims).view(shape)
+    except RuntimeError:  # dims do not merge
+        return None
 
 
 def names_of(spec: str) -> tuple[Names, Names, Names]:
@@ -224,12 +251,16 @@ def dots_flops(target: Any, args: tuple[Any, ...], results: Sequence[Any]) -> in
 
 @dataclass(frozen=True, slots=True)
 class _ChunkDot:
-    """One chunk of a product in a ring: what it multiplies and what it makes, on meta."""
+    """One chunk of a product in a ring: what it multiplies, on meta, and the bytes that it makes.
+
+    ``is_in_place``: its kernel puts them where they are wanted.
+    """
 
     plan: _Plan
     a: Tensor
     b: Tensor
     made: int
+    is_in_place: bool = False
 
     @property
     def flops(self) -> int:
@@ -260,8 +291,13 @@ def _chunk_dots(
     dim, specs = args[2:4]
     if target is gather_dots:
         x, *others = (_piece(each) for each in operands)
-        products = zip(specs, others, results[-len(specs) :], strict=True)
-        return [_ChunkDot(_plan(spec), x, other, made.nbytes // count) for spec, other, made in products]
+        dims, made = gathered_dims(dim, specs, keeps=False), results[-len(specs) :]
+        places = [_piece(each, at, count) for each, at in zip(made, dims, strict=True)]
+        products = zip(map(_plan, specs), others, places, strict=True)
+        return [
+            _ChunkDot(plan, x, other, place.nbytes, place_matrix(plan, place) is not None)
+            for plan, other, place in products
+        ]
     pieces = [_piece(x, at, count) for x, at in zip(operands, scattered_dims(dim, specs), strict=True)]
     pairs = zip(specs, pieces[::2], pieces[1::2], strict=True)
     return [_ChunkDot(_plan(spec), a, b, results[0].nbytes) for spec, a, b in pairs]
@@ -277,11 +313,12 @@ def chunk_calls(
 ) -> Iterator[tuple[int, int]]:
     """The operations of each call of one chunk of a ring, and the bytes that it reads and writes.
 
-    What is made of a chunk that is gathered is copied to its place; parts of a sum are added.
+    What is made of a chunk that is gathered may be copied to its place; parts of a sum are added.
     """
     for each in _chunk_dots(target, args, count, operands, results):
         yield each.flops, each.nbytes
-        yield 0, 2 * each.made if target is gather_dots else 3 * each.made
+        if not each.is_in_place:
+            yield 0, 2 * each.made if target is gather_dots else 3 * each.made
     if target is gather_dots and len(results) > len(args[3]):
         yield 0, 2 * operands[0].nbytes
 
@@ -291,12 +328,14 @@ def dots_workspace(
 ) -> int:
     """Bytes that a rank holds while a ring of products runs, besides its operands and results.
 
-    Of what is gathered the chunk that is met and the next one, on its way, and one chunk of a product. Of a sum the
+    Of what is gathered the chunk that is met and the next one, on its way, and one chunk of a product that is copied. Of a sum the
     chunk that is sent and the one that arrives, and a further product. Beside a product the operands that it copies.
     """
     dots = _chunk_dots(target, args, count, operands, results)
     if target is gather_dots:
-        return min(2, count - 1) * operands[0].nbytes + max(each.made + each.copied for each in dots)
+        return min(2, count - 1) * operands[0].nbytes + max(
+            each.copied + each.made * (not each.is_in_place) for each in dots
+        )
     chunk, order = results[0].nbytes, dots[-1].plan.order
     most = max(chunk * bool(i) + each.copied for i, each in enumerate(dots))
     is_permuted = order != tuple(range(len(order)))
