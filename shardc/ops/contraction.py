@@ -328,8 +328,9 @@ def dots_workspace(
 ) -> int:
     """Bytes that a rank holds while a ring of products runs, besides its operands and results.
 
-    Of what is gathered the chunk that is met and the next one, on its way, and one chunk of a product that is copied. Of a sum the
-    chunk that is sent and the one that arrives, and a further product. Beside a product the operands that it copies.
+    Of what is gathered the chunk that is met and the next one, on its way, and one chunk of a product, where that is
+    copied to its place. Of a sum the chunk that is sent and the one that arrives, and a further product. Beside a
+    product the operands that it copies.
     """
     dots = _chunk_dots(target, args, count, operands, results)
     if target is gather_dots:
