@@ -34,6 +34,7 @@ from .canonicalize.cut_stages import cut_stages
 from .canonicalize.keep_dims import keep_dims
 from .decompose.decompose import decompose
 from .lower.bucket_collectives import bucket_collectives
+from .lower.chunk_dots import chunk_dots
 from .lower.cut_saved import cut_saved
 from .lower.encode_collectives import encode_collectives
 from .lower.fuse_collectives import fuse_collectives
@@ -77,6 +78,7 @@ PASSES: tuple[Pass, ...] = (
     cut_saved,  # over which axes, beyond those of forward, and where
     bucket_collectives,  # several collectives as one
     encode_collectives,  # codes in place of values, where the user wants that
+    chunk_dots,  # products in chunks, of which the next is on its way, where the user wants that
     overlap_collectives,  # work between a collective and its first reader
     # Localized: the program that each rank runs.
     localize,  # local shapes, one text for all ranks

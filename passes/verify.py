@@ -5,20 +5,24 @@ A failure is a fault of the compiler, never of the user, so it is an AssertionEr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 from torch import fx
 
 from shardc.language.cut import dims_sharding, extends, factor_cuts, has_same_shards
 from shardc.language.mesh import MICROBATCH, AxisPart
-from shardc.language.rule import Rule
+from shardc.language.partition import parse_parts
+from shardc.language.rule import OpCall, Rule, make_rule
 from shardc.language.sharding import WHOLE, DimSharding, ReduceOp, Sharding, TensorType
 from shardc.language.words import LEVELS, Level
+from shardc.ops.contraction import DOT_RINGS, gather_dots
 from shardc.program.coding.nodes import CODINGS
 from shardc.program.collective import EXCHANGES, reshard, steps_sharding
 from shardc.program.communication import members
 from shardc.program.node import is_annotation, is_getitem
-from shardc.program.program import Check, Program, ends_of
+from shardc.program.program import Check, Program, Value, ends_of
 
 from .canonicalize.keep_dims import SPECS
 
@@ -110,9 +114,13 @@ def _op_agrees(program: Program, node: fx.Node) -> None:
     if is_annotation(node):
         assert operands == results, f"{node}: {results[0]}"
         return
+    if node.target in DOT_RINGS:
+        _check_ring(program, node, operands, results)
+        return
     rule = program.rule(node)
     if (_op_agrees, operands, results) not in rule.known:
-        _check_rule(program, node, rule, operands, results)
+        made = tuple((node, i) for i in range(len(results)))
+        _check_rule(program, node, rule, (*values, *made), operands, results)
         rule.known[_op_agrees, operands, results] = True
 
 
@@ -120,9 +128,32 @@ Shardings = tuple[Sharding | None, ...]
 Open = set[tuple[AxisPart, ReduceOp]]
 
 
-def _check_rule(program: Program, node: fx.Node, rule: Rule, operands: Shardings, results: Shardings) -> None:
+def _check_ring(program: Program, node: fx.Node, operands: Sequence[Any], results: Sequence[Any]) -> None:
+    """Each product agrees with a dot of what is gathered, or with one whose sum is open until it is scattered."""
+    args: Any = node.args
+    values: Sequence[Any] = program.operand_values(node)
+    (_, axes, dim, specs, *_), types = args, program.types(node)
+    if node.target is gather_dots:
+        gathered = steps_sharding(operands[0], "all_gather", (axes, dim))
+        made = list(enumerate(results))[-len(specs) :]
+        assert made[0][0] == 0 or results[0] == gathered, f"{node}: {results[0]}, but {gathered} is gathered"
+        operands = gathered, *operands[1:]
+        pairs = [(0, i) for i in range(1, len(values))]
+    else:
+        whole = steps_sharding(results[0], "all_gather", (axes, dim))
+        open_ = replace(whole, partial=tuple((part, "sum") for part in parse_parts(axes, whole.mesh)))
+        made = [(0, open_)] * len(specs)
+        pairs = [(i, i + 1) for i in range(0, len(values), 2)]
+    for spec, pair, (i, result) in zip(specs, pairs, made, strict=True):
+        read, cuts = (tuple(each[j] for j in pair) for each in (values, operands))
+        call = OpCall((), {}, tuple(map(program.value_type, read)), (types[i],))
+        _check_rule(program, node, make_rule(spec, call, linear="0 1"), (*read, (node, i)), cuts, (result,))
+
+
+def _check_rule(
+    program: Program, node: fx.Node, rule: Rule, values: Sequence[Value | None], operands: Shardings, results: Shardings
+) -> None:
     """Each factor is cut alike on all tensors and may be cut so, and open is what cuts and operands leave open."""
-    values = (*program.operand_values(node), *((node, i) for i in range(len(results))))
     cuts: dict[str, DimSharding] = {}
     for value, dims, sharding in zip(values, rule.operands + rule.results, operands + results, strict=True):
         if value is None or sharding is None:

@@ -34,10 +34,9 @@ from torch import fx
 
 from shardc.costs.count import flops_of_call
 from shardc.language.machine import LOCAL_KINDS
-from shardc.ops.attention.rules import RINGS
 from shardc.ops.tier import offload
 from shardc.program.coding.nodes import CODINGS, is_encode
-from shardc.program.collective import group_size
+from shardc.program.collective import GO_ROUND, group_size
 from shardc.program.communication import (
     bucket,
     final_readers,
@@ -126,7 +125,7 @@ def _sends(program: Program, node: fx.Node) -> bool:
     return (
         node.target is bucket
         or is_fetch(node)
-        or (is_collective(node) and not is_of_one_rank and node.target not in RINGS)
+        or (is_collective(node) and not is_of_one_rank and node.target not in GO_ROUND)
     )
 
 

@@ -146,7 +146,7 @@ def permute(x: Tensor, group: Group, source: int, target: int) -> Finish:
 
 def rotate(xs: Sequence[Tensor], group: Group, by: int) -> Callable[[], list[Tensor]]:
     """The tensors of the rank ``by`` indices before, of the same shapes; this rank's go as far."""
-    flat = torch.cat([x.flatten() for x in xs])
+    flat = torch.cat([x.flatten() for x in xs]) if len(xs) > 1 else xs[0].flatten()
     finish = permute(flat, group, (group.index - by) % group.size, (group.index + by) % group.size)
 
     def received() -> list[Tensor]:

@@ -1,31 +1,36 @@
-"""Rings of attention: each rank's keys and values go to the next rank, while it computes with what it has.
+"""Rings: each rank's chunk goes to the next rank, while it computes with the chunk that it has.
 
-Both functions take a column of tensors for each operand, with an entry for each rank that lives in this process, and
-return a row of results for each. At most two chunks of keys and values of other ranks are alive at a time: the one that
-is met and the one on its way.
+All functions take a column of tensors for each operand, with an entry for each rank that lives in this process, and
+return a row of results for each. At most two chunks of other ranks are alive at a time: the one that is met and the one
+on its way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from shardc.language.partition import parse_parts
+from shardc.language.sharding import num_shards
 from shardc.ops.attention.joining import Gradients, Joined
 from shardc.ops.attention.ring import POSITIONS, Ring
+from shardc.ops.contraction import BoundDot, dot, gathered_dims, gathered_shapes, scattered_dims
 from shardc.ops.reduction import wide_dtype
 
-from .comm import Comm, PartNames, Rows, Tensors
+from .comm import Comm, PartNames, Rows, Tensors, chunk
+from .process_group import is_traced
 
 Row = tuple[Tensor, ...]
 
 
 def ring_attention(
-    comm: Comm, axes: PartNames, ring: Ring, qs: Tensors, ks: Tensors, vs: Tensors, *leaves: Tensors
-) -> list[Row]:
-    """The attention of each rank's queries, and its logsumexp."""
-    indices = _indices(comm, axes)
+    comm: Comm, axes: PartNames, dim: int, values: tuple[Any, ...], qs: Tensors, ks: Tensors, vs: Tensors,
+    *leaves: Tensors,
+) -> list[Row]:  # fmt: skip
+    """The attention of each rank's queries, and its logsumexp. ``values``: the fields of a ``Ring``."""
+    indices, ring = _indices(comm, axes), Ring(*values)
     joined = [Joined(ring, *each) for each in zip(indices, qs, vs, *leaves, strict=True)]
     met: Rows = list(zip(ks, vs, strict=True))
     if not ring.travels:
@@ -41,15 +46,16 @@ def ring_attention(
 
 
 def ring_attention_backward(
-    comm: Comm, axes: PartNames, ring: Ring, grads: Tensors, qs: Tensors, ks: Tensors, vs: Tensors, outs: Tensors,
-    lses: Tensors, *leaves: Tensors,
+    comm: Comm, axes: PartNames, dim: int, values: tuple[Any, ...], grads: Tensors, qs: Tensors, ks: Tensors,
+    vs: Tensors, outs: Tensors, lses: Tensors, *leaves: Tensors,
 ) -> list[Row]:  # fmt: skip
     """The gradients of each rank's queries, keys and values.
 
     Those of keys and values travel one step behind them, each rank adding its part. From the last rank that sees the
     keys they go to their own, where its own part is added.
     """
-    indices, last = _indices(comm, axes), ring.steps
+    indices, ring = _indices(comm, axes), Ring(*values)
+    last = ring.steps
     columns = grads, qs, outs, lses, *leaves
     gradients = [Gradients(ring, *each) for each in zip(indices, *columns, strict=True)]
     met: Rows = list(zip(ks, vs, strict=True))
@@ -107,6 +113,65 @@ def _added(one: Rows, rows: range, other: Rows, of_other: range) -> list[Row]:
 def _like(row: Sequence[Tensor], others: Sequence[Tensor]) -> Row:
     """The tensors in the dtypes of others."""
     return tuple(each.to(other.dtype) for each, other in zip(row, others, strict=True))
+
+
+def gather_dots(
+    comm: Comm, axes: PartNames, dim: int, specs: tuple[str, ...], keeps: bool, xs: Tensors, *others: Tensors
+) -> list[Row]:
+    """The products of a value that ranks have chunks of, and before them the value where it is kept."""
+    indices, count = _indices(comm, axes), num_shards(parse_parts(axes, comm.mesh))
+    rows, dims = list(zip(*others, strict=True)), gathered_dims(dim, specs, keeps)
+    shapes = [gathered_shapes(dim, specs, keeps, count, *pair) for pair in zip(xs, rows, strict=True)]
+    made = [tuple(map(x.new_empty, each)) for x, each in zip(xs, shapes, strict=True)]
+    met: Rows = [(x,) for x in xs]
+    for step in range(count):
+        arriving = comm.rotate(met, axes) if step < count - 1 else tuple
+        for i, results in enumerate(made):
+            source = (indices[i] - step) % count
+            places = [chunk(result, count, at, source) for result, at in zip(results, dims, strict=True)]
+            _multiply(places, met[i][0], rows[i], specs)
+        met = arriving()
+    return made
+
+
+def _multiply(places: Sequence[Tensor], x: Tensor, others: Sequence[Tensor], specs: Sequence[str]) -> None:
+    """Put the products of a chunk into their places, and before them the chunk where there is a place for it."""
+    for kept in places[: -len(specs)]:
+        kept.copy_(x)
+    for place, other, spec in zip(places[-len(specs) :], others, specs, strict=True):
+        bound = BoundDot(spec, x.shape, other.shape)
+        place.copy_(bound(x, other)) if is_traced() else bound.put(x, other, place)
+
+
+def dots_scatter(comm: Comm, axes: PartNames, dim: int, specs: tuple[str, ...], *columns: Tensors) -> list[Tensor]:
+    """Each rank's chunk of the sum over ranks of their products: it goes round, and each rank adds its part."""
+    indices, count = _indices(comm, axes), num_shards(parse_parts(axes, comm.mesh))
+    rows, dims = list(zip(*columns, strict=True)), scattered_dims(dim, specs)
+    parts, arriving = list[Tensor](), None
+    for step in range(count):
+        sources = [(index - 1 - step) % count for index in indices]
+        parts = [_part_of_sum(row, dims, specs, count, source) for row, source in zip(rows, sources, strict=True)]
+        if arriving is not None:
+            _add(parts, arriving())
+        if step < count - 1:
+            arriving = comm.rotate([(part,) for part in parts], axes)
+    return parts
+
+
+def _part_of_sum(
+    operands: Sequence[Tensor], dims: Sequence[int | None], specs: Sequence[str], count: int, source: int
+) -> Tensor:
+    """What a rank adds to one chunk of the sum."""
+    chunks = [x if dim is None else chunk(x, count, dim, source) for x, dim in zip(operands, dims, strict=True)]
+    total, *further = map(dot, chunks[::2], chunks[1::2], specs)
+    for product in further:
+        total.add_(product)
+    return total.contiguous()
+
+
+def _add(parts: Sequence[Tensor], arrived: Rows) -> None:
+    for part, (total,) in zip(parts, arrived, strict=True):
+        part.add_(total)
 
 
 def _indices(comm: Comm, axes: PartNames) -> list[int]:

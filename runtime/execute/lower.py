@@ -25,13 +25,11 @@ import torch
 from torch import Tensor, fx
 from torch.fx.proxy import GraphAppendingTracer
 
-from shardc.ops.attention.ring import Ring
-from shardc.ops.attention.rules import RINGS
 from shardc.ops.codes import left_out_rows, replace_residuals
 from shardc.ops.contraction import BoundDot, Steps, dot, stepped
 from shardc.ops.tier import TRANSFERS
 from shardc.program.coding.nodes import residuals_before
-from shardc.program.collective import EXCHANGES, group_size
+from shardc.program.collective import EXCHANGES, GO_ROUND, group_size
 from shardc.program.communication import bucket, is_saved, members
 from shardc.program.lifetime import dies_at, view_chain
 from shardc.program.node import is_free, operand, operands, takes_device
@@ -81,11 +79,10 @@ class Collective:
 
 
 class RingCollective(Collective):
-    """A ring of attention, which is done once it has been started."""
+    """A ring, which is done once it has been started."""
 
     def start(self, comm: Comm, *columns: Sequence[Tensor], into: Sequence[Any] = ()) -> Wait:
-        axes, _, values = self.args
-        rows = getattr(ring, self.kind)(comm, axes, Ring(*values), *columns)
+        rows = getattr(ring, self.kind)(comm, *self.args, *columns)
         return lambda: rows
 
 
@@ -232,7 +229,7 @@ def _collective(
     if not (parts or target in EXCHANGES):
         return None
     if not parts:
-        kind = RingCollective if target in RINGS else Collective
+        kind = RingCollective if target in GO_ROUND else Collective
         fixed = tuple(arg for arg in args if not isinstance(arg, fx.Node))
         return kind(EXCHANGES[target], fixed, args[0], None, is_own=False) if args[0] else None
     assert program.mesh is not None

@@ -15,7 +15,7 @@ from shardc.language.errors import OptionError, ShardingError, UsageError, did_y
 from shardc.language.machine import DEVICES, LINKS, SHORT
 from shardc.language.mesh import MOST_RANKS, Mesh
 from shardc.language.text import bytes_of
-from shardc.options import ADAM, ATTENTIONS, AUTO, BUCKET, OPTIMIZERS, Local, Momentum, Pipeline, Remat, Zero
+from shardc.options import ADAM, ATTENTIONS, AUTO, BUCKET, OPTIMIZERS, OVERLAPS, Local, Momentum, Pipeline, Remat, Zero
 from shardc.report.dump.schema import schema_text
 from shardc.wire import CONTENTS, EXAMPLES
 
@@ -110,6 +110,8 @@ def add_mesh_options(parser: Parser, is_required: bool = True) -> None:
     parser.add_argument(
         "--attention", choices=ATTENTIONS, default=AUTO, help=f"how attention over cut positions is computed ({AUTO})"
     )
+    help_ = "compute products in chunks while others are sent: ring; or auto, where that is faster on --links"
+    parser.add_argument("--overlap", choices=OVERLAPS, help=help_)
     _add_wire(parser)
     parser.add_argument(
         "--links", metavar="AXIS=LINK,...|FILE", type=name,

@@ -68,18 +68,9 @@ def compile_target(options: argparse.Namespace, target: Target) -> Compiled:
 def compile_options(options: argparse.Namespace) -> dict[str, Any]:
     """The options of ``shardc.compile`` that every command with a mesh takes."""
     names = (
-        "zero",
-        "pipeline",
-        "remat",
-        "bucket",
-        "strict",
-        "optimizer",
-        "attention",
-        "wire",
-        "saved",
-        "momentum",
-        "local",
-    )
+        "zero", "pipeline", "remat", "bucket", "strict", "optimizer", "attention", "wire", "saved", "momentum",
+        "overlap", "local",
+    )  # fmt: skip
     return {name: getattr(options, name) for name in names} | {
         "links": machine_of(options.links, options.device, options.nodes)
     }

@@ -18,14 +18,14 @@ from shardc.language.partition import parse_part
 from shardc.language.sharding import TensorType, dtype_name
 from shardc.ops.attention.rules import RINGS, is_attention, ring_flops
 from shardc.ops.attention.tiled import TILED, TILED_BACKWARD
-from shardc.ops.contraction import dot
+from shardc.ops.contraction import DOT_RINGS, chunk_calls, dot, dots_flops
 from shardc.ops.tier import TRANSFERS
 from shardc.options.options import OPTIMIZERS
 from shardc.options.zero import HOST
-from shardc.program.collective import Collective
-from shardc.program.communication import collective_at, is_collective, ring_of
+from shardc.program.collective import GO_ROUND, Collective
+from shardc.program.communication import collective_at, is_collective, local_types, num_chunks, ring_of
 from shardc.program.lifetime import is_row_of_kept, stored_below
-from shardc.program.node import is_free
+from shardc.program.node import is_free, operand
 from shardc.program.program import Program, Value, ends_of, parameters_of
 from shardc.program.stages import Stage, has_stages
 from shardc.program.text import rank_axes
@@ -60,17 +60,19 @@ def flops_of_call(program: Program, node: fx.Node) -> int:
 def _flops(program: Program, node: fx.Node, type_of: TypeOf) -> int:
     packet: Any = getattr(node.target, "overloadpacket", None)
     formula = OWN_FORMULAS.get(packet) or flop_registry.get(COUNTED_AS.get(packet, packet))
-    if formula is None and node.target is not dot and node.target not in RINGS:
+    if formula is None and node.target is not dot and node.target not in GO_ROUND:
         return 0
     operands: Any = fx.map_arg((node.args, node.kwargs), lambda node: _shape(type_of(*program.value(node))))
     args, kwargs = operands
     if node.target in RINGS:
         return ring_flops(node.target, args)
+    results = tuple(_shape(type_of(node, index)) for index in range(len(program.types(node))))
+    if node.target in DOT_RINGS:
+        return dots_flops(node.target, args, results)
     if formula is None:  # a multiply and an add for every combination of the factors
         a, b, spec = args
         names = spec.partition("->")[0].replace(",", " ").split()
         return 2 * math.prod(dict(zip(names, a + b, strict=True)).values())
-    results = tuple(_shape(type_of(node, index)) for index in range(len(program.types(node))))
     flops: int = formula(*args, **kwargs, out_val=results if program.has_many(node) else results[0])
     return flops
 
@@ -156,17 +158,22 @@ def on_machine(program: Program, machine: Machine) -> Program:
 
 
 def seconds(program: Program, node: fx.Node) -> float:
-    """The time of a call; of a collective, on the wire; of a ring, the longer of both."""
+    """The time of a call; of a collective, on the wire; of a ring, the longer of both, but for a chunk by itself."""
     if not is_collective(node):
         return call_seconds(program, node)
     sending = collective_seconds(program, collective_at(program, node))
-    return max(sending, call_seconds(program, node)) if node.target in RINGS else sending
+    if node.target not in GO_ROUND:
+        return sending
+    computing, alone = call_seconds(program, node), chunk_seconds(program, node)
+    return max(sending, computing - alone) + alone
 
 
 def call_seconds(program: Program, node: fx.Node) -> float:
     """The time for which one rank computes in a call; 0 for a view."""
     if is_free(node):
         return 0.0
+    if node.target in DOT_RINGS:
+        return num_chunks(program, node) * chunk_seconds(program, node)
     if node.target in TRANSFERS:
         device, size = program.options.machine.device, nbytes(program.local_type(node))
         in_files = node.args[1] != HOST if len(node.args) > 1 else program.options.in_files
@@ -178,6 +185,18 @@ def call_seconds(program: Program, node: fx.Node) -> float:
     if ring is not None:
         flops = round(ring.imbalance * flops)  # all wait for the busiest
     return program.options.machine.device.seconds(flops, moved, dtype, is_attention(node.target) or ring is not None)
+
+
+def chunk_seconds(program: Program, node: fx.Node) -> float:
+    """The time of the products of one chunk in a ring, during which nothing is sent; 0 for other calls.
+
+    It is the last chunk of those that are gathered, or the first of a sum.
+    """
+    if node.target not in DOT_RINGS:
+        return 0.0
+    device, dtype = program.options.machine.device, dtype_name(program.value_type(program.value(operand(node))).dtype)
+    calls = chunk_calls(node.target, node.args, num_chunks(program, node), *local_types(program, node))
+    return sum(device.seconds(flops, moved, dtype) for flops, moved in calls)
 
 
 def bytes_moved(program: Program, node: fx.Node) -> int:

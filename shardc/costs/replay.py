@@ -34,8 +34,9 @@ from shardc.ops.attention.products import tiled_workspace
 from shardc.ops.attention.ring import TILE, ring_workspace
 from shardc.ops.attention.rules import ring_attention_backward
 from shardc.ops.attention.tiled import TILED, TILED_BACKWARD
+from shardc.ops.contraction import DOT_RINGS, dots_workspace
 from shardc.program.collective import mask_padding
-from shardc.program.communication import goes_round, is_collective, is_gathered_early, ring_of
+from shardc.program.communication import goes_round, is_collective, is_gathered_early, local_types, num_chunks, ring_of
 from shardc.program.lifetime import Parts, owners_of, split, stored_below
 from shardc.program.node import ancestors, arguments, is_getitem, operand
 from shardc.program.program import Program, Value, parameters_of
@@ -151,6 +152,9 @@ class _Replay:
         is_backward = node.target in (ring_attention_backward, TILED_BACKWARD)
         if ring is not None and is_collective(node):
             nbytes += ring_workspace(ring, *self._types(goes_round(node)[:2]), is_backward=is_backward)
+        if node.target in DOT_RINGS:
+            types = local_types(self.program, node)
+            nbytes += dots_workspace(node.target, node.args, num_chunks(self.program, node), *types)
         if node.target in (TILED, TILED_BACKWARD) or (ring is not None and ring.family == TILED_FAMILY):
             q, k = self._types([each for each in node.args if isinstance(each, fx.Node)][is_backward:][:2])
             dropout = ring.dropout if ring is not None else arguments(node)["dropout_p"]

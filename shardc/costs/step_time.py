@@ -15,6 +15,7 @@ from torch import fx
 
 from shardc.costs.count import (
     call_seconds,
+    chunk_seconds,
     collective_seconds,
     link_of,
     nbytes,
@@ -30,9 +31,9 @@ from shardc.language.mesh import MICROBATCH
 from shardc.language.partition import parse_part
 from shardc.language.text import bytes_text, seconds_text
 from shardc.language.words import Part
-from shardc.ops.attention.rules import RINGS
+from shardc.ops.contraction import gather_dots
 from shardc.ops.tier import TRANSFERS, fetch, offload
-from shardc.program.collective import Collective
+from shardc.program.collective import GO_ROUND, Collective
 from shardc.program.communication import collective_at, is_collective
 from shardc.program.lifetime import split
 from shardc.program.node import op_name
@@ -115,11 +116,8 @@ class _Lanes:
                 yield from self._transfer(node)
             elif not is_collective(node):
                 yield from self._call(node)
-            elif node.target in RINGS:  # it computes with what it has while the next keys are on their way
-                yield from self._collective(node)
-                sent = self.makers[node]
-                yield from self._call(node)
-                self.makers[node] = (*sent, *self.makers[node])
+            elif node.target in GO_ROUND:
+                yield from self._ring(node)
             else:
                 yield from self._collective(node)
         if seconds := update_seconds(self.program):
@@ -127,12 +125,31 @@ class _Lanes:
             yield Task(Slice(OPTIMIZER, f"update/{OPTIMIZER}", "update"), (COMPUTING,), seconds, ends)
 
     def _call(self, node: fx.Node) -> Iterator[Task]:
-        after, seconds = self._operand_makers(node), call_seconds(self.program, node)
+        yield from self._compute(node, call_seconds(self.program, node), self._operand_makers(node))
+
+    def _compute(self, node: fx.Node, seconds: float, after: tuple[Hashable, ...], part: str = "") -> Iterator[Task]:
+        """A call, or a part of it, on the computing lane."""
         self.makers[node] = after
         if seconds:
-            task = Task(self._slice(node), (COMPUTING,), seconds, after)
+            name = self._slice(node)
+            task = Task(replace(name, text=name.text + part), (COMPUTING,), seconds, after)
             self.makers[node] = self.last = (task.name,)
             yield task
+
+    def _ring(self, node: fx.Node) -> Iterator[Task]:
+        """The rank computes with what it has while the next is on its way.
+
+        Of products it computes the last chunk once all have arrived, or the first before any of their sum is sent.
+        """
+        operands, alone = self._operand_makers(node), chunk_seconds(self.program, node)
+        if node.target is not gather_dots:
+            yield from self._compute(node, alone, operands, " (first chunk)")
+        yield from self._collective(node)
+        sent = self.makers[node]
+        yield from self._compute(node, call_seconds(self.program, node) - alone, operands)
+        self.makers[node] = (*sent, *self.makers[node])
+        if node.target is gather_dots:
+            yield from self._compute(node, alone, self.makers[node], " (last chunk)")
 
     def _transfer(self, node: fx.Node) -> Iterator[Task]:
         after = tuple(dict.fromkeys((*self._operand_makers(node), *self.last)))

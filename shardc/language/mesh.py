@@ -243,6 +243,10 @@ def idle_axis_text(name: str, size: int, remedy: str, is_stored: bool = False) -
 
 
 NO_RING = "attention='ring' makes no ring of any attention"
+NO_DOT_RING = (
+    "overlap='ring' makes no ring of any product, as none reads a gathered value, or makes a scattered sum, in even "
+    "chunks: cut the positions between layers by the axis that cuts weights"
+)
 NO_CODES = "no collective that carries more than a few floats is meant by it"
 
 
@@ -251,6 +255,6 @@ def warnings_among(notes: Iterable[str]) -> tuple[str, ...]:
 
     def is_told(note: str) -> bool:
         is_idle = note.startswith("axis ") and _SAME_WORK in note
-        return is_idle or note.startswith(NO_RING) or note.endswith(NO_CODES)
+        return is_idle or note.startswith((NO_RING, NO_DOT_RING)) or note.endswith(NO_CODES)
 
     return tuple(filter(is_told, notes))

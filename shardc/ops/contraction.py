@@ -1,11 +1,11 @@
-"""Contractions: ``dot``, an einsum over named factors; the products of aten that it replaces; experts."""
+"""Contractions: ``dot``, an einsum over named factors, its rings, the products of aten that it replaces; experts."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from shardc.language.rule import Bind, OpCall, Rule, make_rule, rule
+from shardc.language.sharding import TensorType
 
 aten = torch.ops.aten
 
@@ -55,10 +56,43 @@ class BoundDot:
     def product(self, left: Any, right: Any, bias: Any = None) -> Any:
         """The contraction, from the matrices of the operands."""
         left, right = (right.mT, left.mT) if self.plan.is_swapped else (left, right)
-        multiply = torch.bmm if self.plan.left[0] else torch.mm
-        product = multiply(left, right) if bias is None else torch.addmm(bias, left, right)
+        product = self._multiply(left, right) if bias is None else torch.addmm(bias, left, right)
         product = product if self._shape is None else product.view(self._shape)
         return product if self._order is None else product.permute(self._order)
+
+    def put(self, a: Tensor, b: Tensor, place: Tensor) -> None:
+        """Put the contraction into a place, by its kernel itself if that can."""
+        matrix = place_matrix(self.plan, place)
+        if matrix is None:
+            place.copy_(self(a, b))
+            return
+        left, right = stepped(a, self.left), stepped(b, self.right)
+        left, right = (right.mT, left.mT) if self.plan.is_swapped else (left, right)
+        self._multiply(left, right, out=matrix)
+
+    @property
+    def _multiply(self) -> Any:
+        return torch.bmm if self.plan.left[0] else torch.mm
+
+
+def place_matrix(plan: _Plan, place: Tensor) -> Tensor | None:
+    """The matrix, or the batch of them, that a product's kernel writes to put the result into a place; if it is one."""
+    dims = [plan.out.index(name) for name in plan.product]
+    sizes = [place.shape[dim] for dim in dims]
+    num_batch = len(plan.left[0])
+    middle = num_batch + len(plan.right[2] if plan.is_swapped else plan.left[1])
+    batch, first, second = sizes[:num_batch], sizes[num_batch:middle], sizes[middle:]
+    shape = [math.prod(group) for group in ((batch,) if batch else ()) + (first, second)]
+    try:
+        return place.permute(dims).view(shape)
+    except RuntimeError:  # dims do not merge
+        return None
+
+
+def names_of(spec: str) -> tuple[Names, Names, Names]:
+    """The factors of the operands and of the result of a contraction."""
+    plan = _plan(spec)
+    return plan.a, plan.b, plan.out
 
 
 def takes_bias(spec: str) -> bool:
@@ -101,7 +135,7 @@ class _Plan:
     is_swapped: bool
 
 
-@lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=4096)
 def _plan(spec: str) -> _Plan:
     operands, _, result = spec.partition("->")
     a, b = (tuple(side.split()) for side in operands.split(","))
@@ -147,6 +181,208 @@ rule(aten.addmv.default, _biased_rule("m k, k -> m", ndim=1))
 rule(aten.addbmm.default, _biased_rule("b m k, b k n -> m n", ndim=2, contracted="b k"))
 rule(aten.addmm.default, _biased_rule("m k, k n -> m n", ndim=2))
 rule(aten.baddbmm.default, _biased_rule("b m k, b k n -> b m n", ndim=3))
+
+
+# Rings of products, of which one chunk is sent while another is computed. On whole values nothing is sent.
+
+
+def gather_dots(
+    x: Tensor, axes: tuple[str, ...], dim: int, specs: tuple[str, ...], keeps: bool, *others: Tensor
+) -> tuple[Tensor, ...]:
+    """``dot(x, other, spec)`` for each of ``others``, where ``x`` is gathered: ``axes`` cut its ``dim``.
+
+    ``keeps``: ``x`` itself comes before them. No other operand has the factor of that dim, and all results have it.
+    """
+    return (*([x] if keeps else ()), *map(dot, [x] * len(others), others, specs))
+
+
+def dots_scatter(
+    a: Tensor, axes: tuple[str, ...], dim: int, specs: tuple[str, ...], b: Tensor, *others: Tensor
+) -> Tensor:
+    """The sum of ``dot(a, b, spec)``, of one for each spec: ``axes`` cut ``dim`` of the sum over them.
+
+    ``others``: the operands of further products, two by two. One operand of each has the factor of that dim.
+    """
+    operands = [a, b, *others]
+    total, *products = map(dot, operands[::2], operands[1::2], specs)
+    return functools.reduce(torch.add, products, total)
+
+
+DOT_RINGS = (gather_dots, dots_scatter)
+
+
+def gathered_dims(dim: int, specs: Sequence[str], keeps: bool) -> tuple[int, ...]:
+    """The dim of each result of ``gather_dots`` in which its chunks follow each other."""
+    plans = map(_plan, specs)
+    return (*([dim] if keeps else ()), *(plan.out.index(plan.a[dim]) for plan in plans))
+
+
+def gathered_shapes(
+    dim: int, specs: Sequence[str], keeps: bool, count: int, x: Tensor, others: Sequence[Tensor]
+) -> Iterator[tuple[int, ...]]:
+    """The shapes of the results of ``gather_dots``, where ``x`` is one of a ``count`` of chunks."""
+    whole = (*x.shape[:dim], count * x.shape[dim], *x.shape[dim + 1 :])
+    if keeps:
+        yield whole
+    for plan, other in zip(map(_plan, specs), others, strict=True):
+        sizes = dict(zip(plan.a + plan.b, (*whole, *other.shape), strict=True))
+        yield tuple(sizes[name] for name in plan.out)
+
+
+def scattered_dims(dim: int, specs: Sequence[str]) -> tuple[int | None, ...]:
+    """For each operand of ``dots_scatter`` the dim that is cut in chunks with the sum's; None where there is none."""
+    pairs = ((names, plan.out[dim]) for plan in map(_plan, specs) for names in (plan.a, plan.b))
+    return tuple(names.index(factor) if factor in names else None for names, factor in pairs)
+
+
+def dots_flops(target: Any, args: tuple[Any, ...], results: Sequence[Any]) -> int:
+    """Operations of a ring of products on one rank, from its arguments and results with shapes for tensors."""
+    specs: tuple[str, ...] = args[3]
+    plans = list(map(_plan, specs))
+    if target is gather_dots:
+        triples = zip(plans, args[5:], results[-len(specs) :], strict=True)
+        sizes = [dict(zip(plan.b + plan.out, (*b, *out), strict=True)) for plan, b, out in triples]
+    else:
+        operands = [args[0], *args[4:]]
+        triples = zip(plans, operands[::2], operands[1::2], strict=True)
+        sizes = [dict(zip(plan.a + plan.b, (*a, *b), strict=True)) for plan, a, b in triples]
+    return sum(2 * math.prod(each.values()) for each in sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class _ChunkDot:
+    """One chunk of a product in a ring: what it multiplies, on meta, and the bytes that it makes.
+
+    ``is_in_place``: its kernel puts them where they are wanted.
+    """
+
+    plan: _Plan
+    a: Tensor
+    b: Tensor
+    made: int
+    is_in_place: bool = False
+
+    @property
+    def flops(self) -> int:
+        """Its operations."""
+        return 2 * math.prod(self._sizes.values())
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it reads and makes."""
+        return self.a.nbytes + self.b.nbytes + self.made
+
+    @property
+    def copied(self) -> int:
+        """The bytes of the operands' matrices that are no views of them."""
+        plan, sizes = self.plan, self._sizes
+        sides = (self.a, plan.a, plan.left), (self.b, plan.b, plan.right)
+        matrices = [(x, stepped(x, _steps(names, groups, sizes))) for x, names, groups in sides]
+        return sum(y.nbytes for x, y in matrices if x.untyped_storage()._cdata != y.untyped_storage()._cdata)
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return dict(zip(self.plan.a + self.plan.b, (*self.a.shape, *self.b.shape), strict=True))
+
+
+def _chunk_dots(
+    target: Any, args: tuple[Any, ...], count: int, operands: Sequence[TensorType], results: Sequence[TensorType]
+) -> list[_ChunkDot]:
+    dim, specs = args[2:4]
+    if target is gather_dots:
+        x, *others = (_piece(each) for each in operands)
+        dims, made = gathered_dims(dim, specs, keeps=False), results[-len(specs) :]
+        places = [_piece(each, at, count) for each, at in zip(made, dims, strict=True)]
+        products = zip(map(_plan, specs), others, places, strict=True)
+        return [
+            _ChunkDot(plan, x, other, place.nbytes, place_matrix(plan, place) is not None)
+            for plan, other, place in products
+        ]
+    pieces = [_piece(x, at, count) for x, at in zip(operands, scattered_dims(dim, specs), strict=True)]
+    pairs = zip(specs, pieces[::2], pieces[1::2], strict=True)
+    return [_ChunkDot(_plan(spec), a, b, results[0].nbytes) for spec, a, b in pairs]
+
+
+def _piece(x: TensorType, dim: int | None = None, count: int = 1) -> Tensor:
+    whole = torch.empty(x.shape, dtype=x.dtype, device="meta")
+    return whole if dim is None else whole.narrow(dim, 0, x.shape[dim] // count)
+
+
+def chunk_calls(
+    target: Any, args: tuple[Any, ...], count: int, operands: Sequence[TensorType], results: Sequence[TensorType]
+) -> Iterator[tuple[int, int]]:
+    """The operations of each call of one chunk of a ring, and the bytes that it reads and writes.
+
+    What is made of a chunk that is gathered may be copied to its place; parts of a sum are added.
+    """
+    for each in _chunk_dots(target, args, count, operands, results):
+        yield each.flops, each.nbytes
+        if not each.is_in_place:
+            yield 0, 2 * each.made if target is gather_dots else 3 * each.made
+    if target is gather_dots and len(results) > len(args[3]):
+        yield 0, 2 * operands[0].nbytes
+
+
+def dots_workspace(
+    target: Any, args: tuple[Any, ...], count: int, operands: Sequence[TensorType], results: Sequence[TensorType]
+) -> int:
+    """Bytes that a rank holds while a ring of products runs, besides its operands and results.
+
+    Of what is gathered the chunk that is met and the next one, on its way, and one chunk of a product, where that is
+    copied to its place. Of a sum the chunk that is sent and the one that arrives, and a further product. Beside a
+    product the operands that it copies.
+    """
+    dots = _chunk_dots(target, args, count, operands, results)
+    if target is gather_dots:
+        return min(2, count - 1) * operands[0].nbytes + max(
+            each.copied + each.made * (not each.is_in_place) for each in dots
+        )
+    chunk, order = results[0].nbytes, dots[-1].plan.order
+    most = max(chunk * bool(i) + each.copied for i, each in enumerate(dots))
+    is_permuted = order != tuple(range(len(order)))
+    return 2 * chunk + max(most, chunk * is_permuted)
+
+
+def _gather_rule(call: OpCall) -> Rule:
+    """The dims of the gathered value have their names in all products; what one product alone has is whole.
+
+    The dim that is gathered has another size on a rank.
+    """
+    _, _, dim, specs, keeps, *_ = call.args
+    gathered = " ".join(f"x{i}" for i in range(len(call.operand.shape)))
+    plans = list(enumerate(map(_plan, specs)))
+    known = {i: {name: f"x{j}" for j, name in enumerate(plan.a)} for i, plan in plans}
+    sides = [[gathered, *(_renamed(plan.b, known[i], i) for i, plan in plans)]]
+    sides.append([*([gathered] if keeps else ()), *(_renamed(plan.out, known[i], i) for i, plan in plans)])
+    own = {name for spec in sides[0][1:] for name in spec.split()} - set(gathered.split())
+    return make_rule(_spec_of(sides), call, whole=" ".join(own if len(sides[1]) > 1 else ()), chunks={f"x{dim}": 1})
+
+
+def _scatter_rule(call: OpCall) -> Rule:
+    """The dims of the sum have their names in all products; where there are several, what is contracted is whole.
+
+    The dim that is scattered has another size on a rank.
+    """
+    _, _, dim, specs, *_ = call.args
+    plans = list(enumerate(map(_plan, specs)))
+    known = {i: {name: f"y{j}" for j, name in enumerate(plan.out)} for i, plan in plans}
+    operands = [_renamed(names, known[i], i) for i, plan in plans for names in (plan.a, plan.b)]
+    result = _renamed(plans[0][1].out, known[0], 0)
+    own = {name for spec in operands for name in spec.split()} - set(result.split())
+    whole = " ".join(own if len(plans) > 1 else ())
+    return make_rule(_spec_of([operands, [result]]), call, whole=whole, chunks={f"y{dim}": 1})
+
+
+def _renamed(names: Names, known: dict[str, str], index: int) -> str:
+    return " ".join(known.get(name, f"{name}{index}") for name in names)
+
+
+def _spec_of(sides: Sequence[Sequence[str]]) -> str:
+    return " -> ".join(map(", ".join, sides))
+
+
+rule(gather_dots, _gather_rule)
+rule(dots_scatter, _scatter_rule)
 
 
 # Products of experts: each row is multiplied with the weight of its own expert.

@@ -22,6 +22,7 @@ BUCKET = 25 * 2**20  # bytes, as many as DDP's
 ADAM = "adam"
 OPTIMIZERS = {ADAM: 2, "adamw": 2, "momentum": 1, "sgd": 0}  # states of each parameter, of its shape and dtype
 AUTO, RING, ULYSSES, GATHER = "auto", "ring", "ulysses", "gather"
+OVERLAPS = (AUTO, RING)  # ways to compute products beside gathers and sums
 ATTENTIONS = (AUTO, RING, ULYSSES, GATHER)  # ways to compute attention whose positions are cut
 
 
@@ -34,6 +35,7 @@ class Options:
     ``OPTIMIZERS``, whose states count as memory and whose step counts as time. ``attention``: how it is computed where
     positions are cut, one of ``ATTENTIONS``. ``wire``: the codecs of what is sent, as ``shardc/wire.py`` has them.
     ``saved``: how values are cut, and where they are, while they are saved for backward. ``momentum``: when it is sent.
+    ``overlap``: whether products go in rings, one of ``OVERLAPS``.
     ``local``: which groups of ranks train by themselves.
     """
 
@@ -48,6 +50,7 @@ class Options:
     wire: Wire | None = field(default=None, hash=False)
     saved: Saved | None = field(default=None, hash=False)
     momentum: Momentum | None = None
+    overlap: str | None = None
     local: Local | None = None
 
     def __post_init__(self) -> None:
@@ -144,6 +147,10 @@ class Options:
             remedy = did_you_mean(str(self.attention), ATTENTIONS) or f"say one of {', '.join(ATTENTIONS)}"
             what, problem = f"attention={self.attention!r}", "there is no such way to compute it"
             raise OptionError("option attention", what, problem, remedy)
+        if self.overlap not in (None, *OVERLAPS):
+            remedy = did_you_mean(str(self.overlap), OVERLAPS) or f"say one of {', '.join(OVERLAPS)}, or None"
+            what, problem = f"overlap={self.overlap!r}", "there is no such way to compute products"
+            raise OptionError("option overlap", what, problem, remedy)
 
 
 KINDS: Mapping[str, tuple[type, str]] = {  # of options, each with an example

@@ -22,6 +22,7 @@ from shardc.language.sharding import DimSharding, Sharding, num_shards
 from shardc.language.size import plain
 from shardc.language.windows import overlap_add, rows_sent, windows
 from shardc.ops.attention.rules import RINGS
+from shardc.ops.contraction import DOT_RINGS
 from shardc.program.provenance import Cause, cause_text
 
 
@@ -96,8 +97,9 @@ COLLECTIVES: dict[Callable[..., Any], CollectiveKind] = {
     mask_padding: "mask_padding",
     rechunk: "rechunk",
 }
+GO_ROUND = (*RINGS, *DOT_RINGS)  # they compute with what they have while the next is on its way
 EXCHANGES: dict[Callable[..., Any], str] = {  # with neighbours; the arguments are a value, axes, a dim and what is sent
-    each: each.__name__ for each in (windows, overlap_add, *RINGS)
+    each: each.__name__ for each in (windows, overlap_add, *GO_ROUND)
 }
 
 

@@ -18,6 +18,7 @@ from shardc.language.sharding import TensorType, dtype_name
 from shardc.language.windows import most_rows_sent, overlap_add
 from shardc.ops.attention.ring import Ring, ring_bytes
 from shardc.ops.attention.rules import RINGS, ring_attention_backward
+from shardc.ops.contraction import DOT_RINGS, gather_dots
 from shardc.ops.piece import fit
 from shardc.ops.tier import fetch, offload
 from shardc.program.coding.nodes import CODINGS, codec_name, is_decode, is_encode, is_step
@@ -130,6 +131,8 @@ def is_collective(node: fx.Node, count_rows: RowCount = most_rows_sent) -> bool:
         return parts[0].kind not in LOCAL_KINDS and not adds_microbatches(node)
     if node.target not in EXCHANGES or not node.args[1]:
         return False
+    if node.target in DOT_RINGS:
+        return True
     ring = ring_of(node)
     return ring.steps != 0 if ring else count_rows(node.args[3])[0] != 0  # type: ignore[arg-type]
 
@@ -150,6 +153,10 @@ def collective_at(program: Program, node: fx.Node, count_rows: RowCount = most_r
         steps = ring.steps
         chunks = [type_ for each in goes_round(node)[:2] if (type_ := program.local_type(each))]
         payload = wire = ring_bytes(ring, *chunks, is_backward=node.target is ring_attention_backward)
+    elif node.target in DOT_RINGS:
+        before = after = joined_type([program.local_type(travelling(node))])
+        steps = num_chunks(program, node) - 1
+        payload = wire = steps * before.nbytes
     elif not parts:  # of an exchange with neighbours
         dim, values = node.args[2:4]
         sends, receives = count_rows(values)  # type: ignore[arg-type]
@@ -185,6 +192,24 @@ def goes_round(node: fx.Node) -> tuple[fx.Node, ...]:
     is_forward = node.target is not ring_attention_backward
     keys_and_values: Any = node.args[4:6] if is_forward else node.args[5:7]
     return keys_and_values if is_forward else (*keys_and_values, *keys_and_values)
+
+
+def num_chunks(program: Program, node: fx.Node) -> int:
+    """The chunks, one of each rank, of a ring of products."""
+    assert program.mesh is not None
+    return group_size(program.mesh, "all_gather", node.args[1:])
+
+
+def local_types(program: Program, node: fx.Node) -> tuple[list[TensorType], list[TensorType]]:
+    """The types on one rank of the operands and of the results of a ring of products."""
+    read = [program.local_type(each) for each in operands(node) if each is not None]
+    made = [program.local_type(node, i) for i in range(len(program.types(node)))]
+    return [each for each in read if each is not None], [each for each in made if each is not None]
+
+
+def travelling(node: fx.Node) -> fx.Node:
+    """The value whose chunks go from rank to rank in a ring of products: what is gathered, or the sum."""
+    return operand(node) if node.target is gather_dots else node
 
 
 def _payload(program: Program, node: fx.Node, part: Member, count: int) -> int:

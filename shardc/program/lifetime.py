@@ -13,7 +13,7 @@ from torch import fx
 
 from shardc.language.sharding import num_shards
 from shardc.ops.attention.rules import RINGS
-from shardc.ops.contraction import dot
+from shardc.ops.contraction import DOT_RINGS, dot
 from shardc.ops.index import MAKE_NEW, lookup_rows, scatter_rows
 from shardc.ops.tier import TRANSFERS, offload
 from shardc.program.coding.nodes import CODINGS, is_decode, residuals_before
@@ -147,7 +147,7 @@ def _layouts(
 # Aliasing, as far as the ops' schemas say: for generated code, which reuses buffers.
 
 aten = torch.ops.aten
-NEW = {dot, lookup_rows, scatter_rows, *MAKE_NEW, *RINGS, *TRANSFERS}
+NEW = {dot, lookup_rows, scatter_rows, *MAKE_NEW, *RINGS, *DOT_RINGS, *TRANSFERS}
 
 
 def dies_at(value: fx.Node, reader: fx.Node, part: Mapping[fx.Node, int]) -> bool:
@@ -212,7 +212,7 @@ def is_new(node: fx.Node) -> bool:
     if is_getitem(node):
         producer, index = operand(node), node.args[1]
         twins = [user for user in producer.users if user.args[1] == index]
-        return len(twins) == 1 and _allocates(producer.target, index)
+        return len(twins) == 1 and (producer.target in DOT_RINGS or _allocates(producer.target, index))
     return node.target in NEW or _allocates(node.target, 0)
 
 

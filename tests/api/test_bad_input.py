@@ -244,7 +244,8 @@ CALLS: dict[str, tuple[Callable[[shardc.Compiled], object], str]] = {
         lambda compiled: compiled.at("propagte"),
         "pass 'propagte': the passes are capture, cut_stages, canonicalize, keep_dims, order_positions, cut_blocks, "
         "propagate, decompose, insert_reshards, store, accumulate, lower_reshards, fuse_collectives, mask_padding, "
-        "offload, rematerialize, cut_saved, bucket_collectives, encode_collectives, overlap_collectives, localize\n"
+        "offload, rematerialize, cut_saved, bucket_collectives, encode_collectives, chunk_dots, "
+        "overlap_collectives, localize\n"
         "  there is no such pass\n"
         "  did you mean propagate?",
     ),

@@ -196,7 +196,7 @@ ERRORS: Mapping[str, tuple[dict[str, Any], str]] = {
         {"model": None},
         "recompile(model=...): there is no such argument\n  it takes arguments of shardc.compile, but for the model"
         "\n  say one of annotations, args, attention, bucket, differentiable, fixed, kwargs, links, local, mesh, "
-        "momentum, optimizer, pipeline, precision, remat, saved, strict, train, wire, zero",
+        "momentum, optimizer, overlap, pipeline, precision, remat, saved, strict, train, wire, zero",
     ),
     "the mesh alone": (
         {"mesh": Mesh(dp=8)},

@@ -177,7 +177,7 @@ def annotations(draw: st.DrawFn, model: nn.Module, mesh: Mesh, x: Tensor) -> dic
 def options(draw: st.DrawFn, mesh: Mesh) -> dict[str, Any]:
     """The further options of compile, or none."""
     zero = st.builds(Zero, st.sampled_from(mesh.axis_names), st.sampled_from((1, 2, 3)))
-    return {"zero": draw(st.none() | zero)}
+    return {"zero": draw(st.none() | zero), "overlap": draw(st.sampled_from((None, "ring")))}
 
 
 def _spec(draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...]) -> P:

@@ -12,7 +12,7 @@ from torch import Tensor
 import shardc.ops  # noqa: F401
 from shardc.language.windows import overlap_add, windows
 from shardc.ops.attention.rules import RINGS
-from shardc.ops.contraction import dot
+from shardc.ops.contraction import DOT_RINGS, dot
 from shardc.ops.index import (
     add_at,
     gather_at,
@@ -36,8 +36,8 @@ EXAMPLES = [tuple(line.split("  ", 1)) for line in LINES if not line.startswith(
 
 POSITION_OPS = (lookup_at, add_at, put_at, gather_at, scatter_add_at, scatter_added_at, scatter_at)
 OTHER_OPS = (
-    dot, uniform, poisson_quantile, lookup_rows, scatter_rows, windows, overlap_add, *RINGS, *TRANSFERS, zigzag,
-    in_order,
+    dot, *DOT_RINGS, uniform, poisson_quantile, lookup_rows, scatter_rows, windows, overlap_add, *RINGS, *TRANSFERS,
+    zigzag, in_order,
 )  # fmt: skip
 PYTHON_OPS = {op.__name__: op for op in (*OTHER_OPS, *POSITION_OPS)}
 

@@ -11,6 +11,7 @@ from shardc.costs.count import collective_seconds
 from shardc.language.machine import SentKind
 from shardc.language.mesh import axis_of
 from shardc.ops.attention.rules import RINGS
+from shardc.ops.contraction import dots_scatter, gather_dots
 from shardc.passes.decompose.share_heads import BY_HEADS, BY_POSITIONS
 from shardc.program.collective import COLLECTIVES, EXCHANGES, Collective, saved_slice
 from shardc.program.communication import (
@@ -173,6 +174,14 @@ def why_needed(program: Program, node: fx.Node) -> str:
     kind, count = collective_at(program, node).kind, len(moved)
     if kind in ("all_reduce", "reduce_scatter"):
         return _why_sum(program, node, moved, axes)
+    if node.target is gather_dots:
+        return (
+            f"the value is made cut over {axes} and read whole by products: chunks go round, each multiplied on its way"
+        )
+    if node.target is dots_scatter:
+        return (
+            f"products are sums over a dim that {axes} cuts: chunks of them go round, to which each rank adds its part"
+        )
     inputs = dict(zip(program.placeholders, program.inputs, strict=True))
     if all(each.producer in inputs and inputs[each.producer].kind in ("parameter", "buffer") for each in moved):
         what = f"{count} parameters are" if count > 1 else "a parameter is"
