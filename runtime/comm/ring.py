@@ -115,6 +115,9 @@ def _like(row: Sequence[Tensor], others: Sequence[Tensor]) -> Row:
     return tuple(each.to(other.dtype) for each, other in zip(row, others, strict=True))
 
 
+# Products.
+
+
 def gather_dots(
     comm: Comm, axes: PartNames, dim: int, specs: tuple[str, ...], keeps: bool, xs: Tensors, *others: Tensors
 ) -> list[Row]:
@@ -144,7 +147,10 @@ def _multiply(places: Sequence[Tensor], x: Tensor, others: Sequence[Tensor], spe
 
 
 def dots_scatter(comm: Comm, axes: PartNames, dim: int, specs: tuple[str, ...], *columns: Tensors) -> list[Tensor]:
-    """Each rank's chunk of the sum over ranks of their products: it goes round, and each rank adds its part."""
+    """Each rank's chunk of the sum over ranks of their products: it goes round, and each rank adds its part.
+
+    Each rounds the sum to the dtype in which it is sent on.
+    """
     indices, count = _indices(comm, axes), num_shards(parse_parts(axes, comm.mesh))
     rows, dims = list(zip(*columns, strict=True)), scattered_dims(dim, specs)
     parts, arriving = list[Tensor](), None
