@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import torch
 import torch.distributed as dist
 from gpt import DATA
-from ours import PLANS, TENSOR, Plan
+from ours import PLANS, SEQUENCE, TENSOR, Plan
 from trainer import SIZES, Job, Trainer, batches, new_model
 
 from shardc import Mesh, Momentum, Pipeline, Zero
@@ -44,9 +44,10 @@ BELOW = {  # the tier below the device's memory
     for what in ("optimizer", "parameters")
 }
 SAVED_BELOW = Plan("tp", TENSOR, {"saved": {"*": "host", "blocks.*": ("tp", "host")}})
+RINGS = Plan("tp", SEQUENCE, {"overlap": "ring"})
 OWN_PLANS = {
     **PLANS, "shardc zb-v, offloaded": OFFLOADING, **CODED, **BELOW,
-    "shardc tp, saved on the host": SAVED_BELOW,
+    "shardc tp, saved on the host": SAVED_BELOW, "shardc tp + sequence, in rings": RINGS,
     **{name: Plan("dp", DATA, options) for name, options in FEEDBACK.items()},
 }  # fmt: skip
 
