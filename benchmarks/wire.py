@@ -87,6 +87,7 @@ WAYS: dict[str, Plan | Hooked] = {
     "dp topk": Plan("dp", DATA, {"wire": {"dp": "topk:0.01"}}),
     "dp 0/1 Adam": Plan("dp", DATA, {"wire": {"dp": "1bit"}, "momentum": RENEWED}),
     "dp DiLoCo": Plan("dp", DATA, {"local": Local("dp", 20)}),
+    "dp DiLoCo, mean": Plan("dp", DATA, {"local": Local("dp", 20, outer=partial(torch.optim.SGD, lr=1.0))}),
     "dp DiLoCo int8": Plan("dp", DATA, {"local": Local("dp", 20, wire="int8")}),
     "zero3": Plan("dp", DATA, ZERO),
     "zero3 int8": Plan("dp", DATA, ZERO | {"wire": {"dp": "int8"}}),

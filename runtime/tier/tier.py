@@ -82,7 +82,7 @@ class Tier:
         """Start a copy in the tier for ``restore``; returns a function after which computation may reuse the memory."""
         if x.is_meta:
             return lambda: x
-        copy = self.empty(x.shape, x.dtype)
+        copy = self._empty_like(x)
         if not self._host.has_streams:
             copy.copy_(x)
             return lambda: copy
@@ -91,8 +91,13 @@ class Tier:
 
     def restore(self, x: Tensor) -> Callable[[], Tensor]:
         """As ``fetch``, of what was saved, into memory of the stream that computes: it is free after its last use."""
-        into = torch.empty(x.shape, dtype=x.dtype, device=self.device) if self._host.has_streams else None
-        return self.fetch(x, into)
+        return self.fetch(x, torch.empty_like(x, device=self.device))
+
+    def _empty_like(self, x: Tensor) -> Tensor:
+        """Memory in the tier with the strides of a tensor: kernels of backward may rely on those of forward's results."""
+        order = sorted(range(x.ndim), key=lambda dim: -x.stride(dim))  # in which its elements follow each other
+        ordered = self.empty([x.shape[dim] for dim in order], x.dtype)
+        return ordered.permute([order.index(dim) for dim in range(x.ndim)])
 
     def _after(self, mark: Any, copy: Tensor, held: Tensor) -> Tensor:
         """A copy once computation waits for it; the memory that is copied is ``held`` until then."""

@@ -128,6 +128,9 @@ def _layouts(
         if before := residuals_before(node):
             reads += map(program.value, before)
             return tuple(replace(each, owner=i) for i, each in enumerate(new) if each is not None), False
+        if target in TRANSFERS and len(node.args) > 1:  # saved, with strides as they are
+            saved = known.get(program.value(operand(node)))
+            return (new if saved is None else (replace(saved, owner=None),)), False
         is_of_one_rank = target in COLLECTIVES and group_size(mesh, collective_kind(node), node.args[1:]) == 1
         return ((known[program.value(operand(node))],), True) if is_of_one_rank else (new, False)
     if is_annotation(node):
