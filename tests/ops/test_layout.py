@@ -38,6 +38,16 @@ def test_the_executor_gives_the_backward_of_cudas_efficient_attention_its_layout
     assert is_ready(seen[4], seen[5]) and torch.equal(seen[5], out) and torch.equal(seen[4], mask)
 
 
+def test_the_executor_gives_the_backward_of_cudnns_attention_one_layout() -> None:
+    """Whatever layout each was saved in: the kernel keeps that of a result by those of queries, keys and values."""
+    op = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+    seen, (tensors, _, lse) = list[Any](), operands()
+    kernel_of(fx.Graph().call_function(op), lambda *args: seen.extend(args))(*tensors, lse, None, None, None)
+    for found, given in zip(seen[:5], tensors, strict=True):
+        assert found.transpose(1, 2).is_contiguous() and torch.equal(found, given)
+    assert seen[5] is lse
+
+
 def test_so_do_rings(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = list[Any]()
 

@@ -1,9 +1,10 @@
 """Memory layouts that kernels of torch need.
 
 Programs do not state layouts, so the executor makes these copies. In other layouts the kernels refuse their operands,
-or silently compute wrong values: those of fused attention where elements of the last dim are not neighbours, and the
+or silently compute wrong values: those of fused attention where elements of the last dim are not neighbours; the
 backward of CUDA's memory-efficient one in two bytes, which reads its result as ``[batch, position, head, size]``
-whatever its strides are (torch 2.11 to 2.13).
+whatever its strides are (torch 2.11 to 2.13); and that of cuDNN's, which takes it to have strides as in the first call
+with queries, keys and values of these strides (torch 2.11).
 """
 
 from __future__ import annotations
@@ -56,6 +57,10 @@ def _of_efficient_backward(at: int, x: Tensor) -> Tensor:
     return with_long_rows(x) if at == 4 else positions_first(x) if at == 5 else dense(x)
 
 
+def _of_cudnn_backward(at: int, x: Tensor) -> Tensor:
+    return positions_first(x) if at <= 4 else x  # gradient, queries, keys, values and the result
+
+
 LAYOUTS: Mapping[Any, Layout] = {
     aten.native_group_norm.default: _contiguous,
     aten.native_group_norm_backward.default: _contiguous,
@@ -64,7 +69,7 @@ LAYOUTS: Mapping[Any, Layout] = {
     aten._scaled_dot_product_flash_attention.default: _of_attention,
     aten._scaled_dot_product_flash_attention_backward.default: _of_attention,
     aten._scaled_dot_product_cudnn_attention.default: _of_attention,
-    aten._scaled_dot_product_cudnn_attention_backward.default: _of_attention,
+    aten._scaled_dot_product_cudnn_attention_backward.default: _of_cudnn_backward,
     EFFICIENT: _of_efficient,
     EFFICIENT_BACKWARD: _of_efficient_backward,
 }  # fmt: skip
