@@ -94,8 +94,10 @@ class Tier:
         return self.fetch(x, torch.empty_like(x, device=self.device))
 
     def _empty_like(self, x: Tensor) -> Tensor:
-        """Memory in the tier with the strides of a tensor: kernels of backward may rely on those of forward's results."""
-        order = sorted(range(x.ndim), key=lambda dim: -x.stride(dim))  # in which its elements follow each other
+        """Memory in the tier with the strides of a tensor, which kernels of backward may rely on."""
+        order = sorted(
+            range(x.ndim), key=x.stride().__getitem__, reverse=True
+        )  # in which its elements follow each other
         ordered = self.empty([x.shape[dim] for dim in order], x.dtype)
         return ordered.permute([order.index(dim) for dim in range(x.ndim)])
 

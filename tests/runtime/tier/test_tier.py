@@ -21,6 +21,7 @@ import shardc
 from shardc import P, Precision, Zero
 from shardc.runtime.tier import files
 from shardc.runtime.tier.files import empty_in, folder_of, made_beside
+from shardc.runtime.tier.tier import tier_in
 
 SIZE = Config(layers=1, vocab=51, context=16, width=24, heads=4, dropout=0.1, tied=True)
 LIMITED = Path(__file__).with_name("limited.py")
@@ -52,6 +53,16 @@ def test_what_is_made_like_a_tensor_in_a_file_is_in_the_same_folder(tmp_path: Pa
     assert made_beside(torch.ops.aten.zeros_like.default, x, device="meta") is None
     halves = made_beside(torch.ops.aten.zeros_like.default, x, dtype=torch.float16)
     assert halves is not None and halves.dtype == torch.float16
+
+
+@pytest.mark.parametrize("dims", [(0, 2, 1, 3), (3, 1, 0, 2), (0, 1, 2, 3)])
+def test_what_is_saved_comes_back_with_its_strides(tmp_path: Path, dims: tuple[int, ...]) -> None:
+    """On which kernels of backward may rely."""
+    saved = torch.randn(2, 5, 1, 3).permute(dims)
+    for to in ("host", str(tmp_path)):
+        tier = tier_in(to, torch.device("cpu"))
+        found = tier.restore(tier.save(saved)())()
+        assert torch.equal(found, saved) and found.stride() == saved.stride()
 
 
 def test_a_folder_that_is_missing_or_full_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
