@@ -95,9 +95,7 @@ class Tier:
 
     def _empty_like(self, x: Tensor) -> Tensor:
         """Memory in the tier with the strides of a tensor, which kernels of backward may rely on."""
-        order = sorted(
-            range(x.ndim), key=x.stride().__getitem__, reverse=True
-        )  # in which its elements follow each other
+        order = sorted(range(x.ndim), key=x.stride().__getitem__, reverse=True)  # of dims in memory, major first
         ordered = self.empty([x.shape[dim] for dim in order], x.dtype)
         return ordered.permute([order.index(dim) for dim in range(x.ndim)])
 

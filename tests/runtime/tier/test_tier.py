@@ -58,7 +58,7 @@ def test_what_is_made_like_a_tensor_in_a_file_is_in_the_same_folder(tmp_path: Pa
 @pytest.mark.parametrize("dims", [(0, 2, 1, 3), (3, 1, 0, 2), (0, 1, 2, 3)])
 def test_what_is_saved_comes_back_with_its_strides(tmp_path: Path, dims: tuple[int, ...]) -> None:
     """On which kernels of backward may rely."""
-    saved = torch.randn(2, 5, 1, 3).permute(dims)
+    saved = torch.randn(2, 5, 4, 3).permute(dims)
     for to in ("host", str(tmp_path)):
         tier = tier_in(to, torch.device("cpu"))
         found = tier.restore(tier.save(saved)())()
