@@ -48,6 +48,7 @@ bench: $(VENV)/installed
 cuda: $(VENV)/installed-test
 	$(BIN)/torchrun --standalone --nproc-per-node gpu benchmarks/on_gpus.py
 	$(BIN)/python benchmarks/attention_on_gpus.py
+	$(BIN)/python benchmarks/saved_on_gpus.py
 
 # The example for Ray Train, in an environment with Ray, which is a download of about 150 MB.
 ray: $(VENV)/installed-ray

@@ -46,6 +46,14 @@ def test_the_script_runs_under_torchrun(ranks: int) -> None:
 
 
 @pytest.mark.sweep
+def test_the_script_of_what_is_saved_runs() -> None:
+    script = [sys.executable, str(Path(on_gpus.__file__).with_name("saved_on_gpus.py")), "--device", "cpu"]
+    sizes = ["--layers", "2", "--width", "64", "--context", "32", "--batch", "2"]
+    run = subprocess.run([*script, *sizes], capture_output=True, text=True, timeout=120, check=True)
+    assert "gradients differ by rounding alone" in run.stdout
+
+
+@pytest.mark.sweep
 def test_the_script_of_attention_runs() -> None:
     script = [sys.executable, str(Path(on_gpus.__file__).with_name("attention_on_gpus.py")), "--device", "cpu"]
     options = ["--positions", "128", "--only", "float32"]
