@@ -20,6 +20,7 @@ from shardc.language.errors import CheckpointError, did_you_mean
 
 from ..comm.dtensor import local
 from ..feedback.residuals import Source
+from ..local.outer import PREFIX
 from ..module.module import ParallelModule
 from ..tensor.global_tensor import GlobalTensor
 from ..tier.files import empty_beside
@@ -404,7 +405,7 @@ def state_tensor(kind: str, entry: TensorEntry, parameter: Tensor, present: Mapp
     dtype, own = DTYPES[entry.code], present.get(kind)
     if isinstance(own, Tensor) and own.dtype == dtype and tuple(own.shape) == entry.shape:
         return own
-    if kind in PLAIN_SCALARS and not entry.shape:
+    if kind.removeprefix(PREFIX) in PLAIN_SCALARS and not entry.shape:
         return torch.empty((), dtype=dtype)
     if not isinstance(parameter, DTensor):
         return torch.empty(entry.shape, dtype=dtype, device=parameter.device if entry.shape else "cpu")

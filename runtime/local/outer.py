@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,9 @@ from torch.optim.optimizer import Optimizer
 from shardc.language.errors import OrderError
 from shardc.ops.reduction import wide_dtype
 
+from ..comm.failure import waiting
 from ..module.optimizer import StepWatcher
-from .attendance import Attendance, Round
+from .attendance import WAITING, Attendance, Round
 from .groups import Groups, own_part
 from .sums import sums
 
@@ -34,8 +36,8 @@ class OuterSteps(StepWatcher):
     what the outer optimizer keeps.
 
     State: ``_early``, by the id of a parameter, entries of those that the optimizer has no state of yet;
-    ``_optimizers``, the numbers of those that were seen, by id; ``_has_stepped``, whether one of them may have changed
-    a group by itself; ``_copies``, how many there are.
+    ``_optimizers``, the numbers of those that are alive, of ``_seen``; ``_has_stepped``, whether one of them may have
+    changed a group by itself; ``_copies``, how many there are.
     """
 
     sees_begin = True
@@ -44,9 +46,9 @@ class OuterSteps(StepWatcher):
         super().__init__()
         self.groups, self.option, self._bucket, self._initial = groups, groups.option, bucket, initial
         self._attendance = Attendance(groups, key)
-        self._early, self._optimizers = dict[int, Record](), dict[int, int]()
+        self._early, self._optimizers = dict[int, Record](), WeakKeyDictionary[Optimizer, int]()
         self._model, self._has_begun, self._has_stepped = model, False, False
-        self._key, self._copies = key, 0
+        self._key, self._copies, self._seen = key, 0, 0
 
     def begin(self) -> None:
         """Let all groups start from one model, before its first call."""
@@ -72,7 +74,8 @@ class OuterSteps(StepWatcher):
 
     def note_begin(self, optimizer: Optimizer, has_closure: bool) -> None:
         """Keep what the optimizer is about to change for the first time."""
-        self._optimizers.setdefault(id(optimizer), len(self._optimizers))
+        if optimizer not in self._optimizers:
+            self._optimizers[optimizer], self._seen = self._seen, self._seen + 1
         new = [(each, part) for each, part in self._own(optimizer) if ANCHOR not in self._record(optimizer, each)]
         if self._has_stepped:
             self._level([each for each, _ in new])
@@ -134,14 +137,15 @@ class OuterSteps(StepWatcher):
     def _step(self, optimizer: Optimizer, part: int, parameters: Sequence[Tensor]) -> None:
         """An outer step of some parameters; none where the other groups have taken it without this one."""
         records = [self._record(optimizer, each) for each in parameters]
-        taken = self._attendance.round((part, self._optimizers[id(optimizer)]))
+        taken = self._attendance.round((part, self._optimizers[optimizer]))
         for record in records:
             record[STEPS] = 0
         if taken is None:
             return
-        self._change(taken, parameters, [record[ANCHOR] for record in records])
-        self._step_anchors(records)
-        taken.share([own_part(each) for record in records for each in _of_outer(record).values()])
+        with waiting(lambda: WAITING, self.groups.ranks):
+            self._change(taken, parameters, [record[ANCHOR] for record in records])
+            self._step_anchors(records)
+            taken.share([own_part(each) for record in records for each in _of_outer(record).values()])
         for each, record in zip(parameters, records, strict=True):
             each.copy_(record[ANCHOR])
 

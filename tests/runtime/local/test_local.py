@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,8 +168,10 @@ def test_in_codes(gloo: GlooPool, codec: str) -> None:
     assert found[0][1] < announced
 
 
-def resumed(folder: Path, saves_at: int | None, sizes: dict[str, int], zero: Zero | None) -> dict[str, Tensor]:
-    module, optimizer = on_groups(sizes, {"x": P("dc")}, Local("dc", 4), zero=zero)
+def resumed(
+    folder: Path, saves_at: int | None, sizes: dict[str, int], zero: Zero | None, outer: Any
+) -> dict[str, Tensor]:
+    module, optimizer = on_groups(sizes, {"x": P("dc")}, Local("dc", 4, outer=outer), zero=zero)
     if saves_at is not None:
         take_steps(module, optimizer, range(saves_at))
         shardc.save(folder, module, optimizer, step=saves_at)
@@ -180,16 +183,17 @@ def resumed(folder: Path, saves_at: int | None, sizes: dict[str, int], zero: Zer
     return values(module)
 
 
-def test_resumes(gloo: GlooPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("outer", [None, partial(torch.optim.Adam, lr=0.02)], ids=["nesterov", "adam"])
+def test_resumes(gloo: GlooPool, tmp_path: Path, outer: Any) -> None:
     """Saved between two outer steps, each group goes on from its own; on another mesh all do so from the first's."""
     sizes = {"dc": 2, "dp": 2}
-    wanted = gloo.run(resumed, tmp_path, 6, sizes, None)
+    wanted = gloo.run(resumed, tmp_path, 6, sizes, None, outer)
     assert (tmp_path / "group-1" / "step-00000006").is_dir()
     assert not torch.equal(wanted[0]["up.weight"], wanted[2]["up.weight"])
-    for one, other in zip(gloo.run(resumed, tmp_path, None, sizes, Zero("dp", 3)), wanted, strict=True):
+    for one, other in zip(gloo.run(resumed, tmp_path, None, sizes, Zero("dp", 3), outer), wanted, strict=True):
         for name in other:
             torch.testing.assert_close(one[name], other[name], rtol=1e-12, atol=1e-12)
-    four = gloo.run(resumed, tmp_path, None, {"dc": 4}, None)
+    four = gloo.run(resumed, tmp_path, None, {"dc": 4}, None, outer)
     torch.testing.assert_close(four[0]["up.weight"], wanted[0]["up.weight"], rtol=0.1, atol=0.1)
     loaded = shardc.load(tmp_path)["model"]["up.weight"]
     assert loaded.shape == (14, 6)
