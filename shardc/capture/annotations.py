@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardc.capture.call import names_of, optional_arguments
+from shardc.capture.call import call_leaves, names_of, optional_arguments
 from shardc.capture.containers import flatten, rebuild
 from shardc.capture.model import state_names
 from shardc.language.errors import ShardingError, did_you_mean, raise_all
@@ -94,9 +94,22 @@ def dims_of_groups(
     annotations: Mapping[str, Spec], model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any],
     mesh: Mesh, axis: str,
 ) -> dict[str, int]:  # fmt: skip
-    """The dim of each input of a call that annotations cut over groups of ranks along an axis."""
+    """The dim of each input of a call that annotations cut over groups of ranks along an axis.
+
+    Raises a ShardingError for another input that is as long in such a dim, unless its annotation names no axis.
+    """
     inputs = [entry for entry in match(annotations, model, args, kwargs, mesh).entries if entry.kind == "input"]
-    return {entry.name: _first_cut(entry, axis) for entry in inputs if axis in entry.spec.axes}
+    dims = {entry.name: _first_cut(entry, axis) for entry in inputs if axis in entry.spec.axes}
+    whole = {entry.name for entry in inputs if not entry.spec.axes}
+    leaves, _ = call_leaves(model.forward, args, kwargs)
+    tensors = {name: leaf for name, leaf in leaves if isinstance(leaf, torch.Tensor)}
+    for name in tensors:
+        for cut, dim in dims.items() if name not in {*dims, *whole} else ():
+            if tensors[name].shape[dim : dim + 1] == tensors[cut].shape[dim : dim + 1]:
+                what = f"dim {dim} is as long as that of {cut!r}, of which groups along {axis} have a part each"
+                remedy = f"cut dim {dim} by {axis!r} first too, or say P() if each group has all of it"
+                raise ShardingError(f"input {name!r}", what, "no annotation says which part of it a group has", remedy)
+    return dims
 
 
 def within_group(matched: Matched, axis: str) -> Matched:

@@ -333,6 +333,22 @@ def test_refused(name: str) -> None:
         shardc.compile(net(), Mesh(dc=2, dp=2), given.pop("annotations"), **given)
 
 
+class WithTargets(nn.Module):
+    """Two inputs that belong together."""
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return (x - target).square().mean()
+
+
+def test_an_input_without_an_annotation_is_named() -> None:
+    x, target, mesh = torch.ones(4, 6), torch.zeros(4, 6), Mesh(dc=2)
+    local = Local("dc", 4)
+    with pytest.raises(ShardingError, match=r"input 'target'(.|\n)*cut dim 0 by 'dc' first too"):
+        shardc.compile(WithTargets(), mesh, {"x": P("dc")}, args=(x, target), local=local)
+    both = shardc.compile(WithTargets(), mesh, {"x": P("dc"), "target": P("dc")}, args=(x, target), local=local)
+    assert both.program.type(both.program.named_inputs["input", "target"]).shape == (2, 6)
+
+
 def test_refused_on_virtual_ranks() -> None:
     with pytest.raises(ShardingError, match="start 4 ranks with torchrun"):
         shardc.parallelize(net(), Mesh(dc=2, dp=2), {"x": P(("dc", "dp"))}, local=Local("dc", 4))
