@@ -370,8 +370,12 @@ class Target:
         for part in parts:
             checkpoint.read(part.key, part.value, part.layout)
         values = checkpoint.index.values
-        if isinstance(self.module, ParallelModule) and self.module.shardc.outer is not None:
-            self.module.shardc.outer.note_loaded()
+        outer = self.module.shardc.outer if isinstance(self.module, ParallelModule) else None
+        if outer is not None:
+            outer.note_loaded()
+            outer.load_early(checkpoint.decoded(values.get("outer"), partial(self._outer_tensor, checkpoint)) or {})
+        else:
+            self._forget_outer()
         if isinstance(self.module, ParallelModule) and "random" in values:
             runtime, random = self.module.shardc, values["random"]
             runtime.seed, runtime.step = random["seed"], random["step"]
@@ -386,6 +390,19 @@ class Target:
             if each is not None:
                 each.load_state_dict(checkpoint.value(section))
         return checkpoint.result()
+
+    def _outer_tensor(self, checkpoint: Checkpoint, key: str) -> Tensor:
+        """What was saved of a parameter for outer steps, cut as it is."""
+        name = next(name for name in self.names.tensors if key.startswith(f"{key_of(('outer', name))}/"))
+        parameter = self.names.tensors[name]
+        tensor = state_tensor("", checkpoint.index.tensors[key], parameter, {})
+        checkpoint.read(key, own_part(tensor), layout_of(tensor, self.ranks, key))
+        return tensor
+
+    def _forget_outer(self) -> None:
+        """Leave out what an optimizer kept for outer steps: all ranks train together now."""
+        for name, state in self.optimizer_state.items():
+            self.optimizer_state[name] = {key: each for key, each in state.items() if not key.startswith(PREFIX)}
 
     def _fill_optimizer(self, checkpoint: Checkpoint, optimizer: Optimizer) -> None:
         names = [name for group in optimizer_names(self.names, optimizer) for name in group]

@@ -92,6 +92,8 @@ def state_to_save(module: nn.Module, optimizer: Optimizer | None, others: Mappin
         state.values["random"] = {"seed": module.shardc.seed, "step": module.shardc.step}
         if residuals := module.shardc.feedback.residuals.by_name():
             state.values["residuals"] = _encoded("residuals", residuals, state, ranks)
+        if module.shardc.outer is not None and (early := module.shardc.outer.early_by_name()):
+            state.values["outer"] = _encoded("outer", early, state, ranks)
     if optimizer is not None:
         state.values["optimizer"] = _optimizer_values(module, names, optimizer, layouts, state)
     for section, value in others.items():

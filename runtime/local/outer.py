@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.optimizer import Optimizer
 
-from shardc.language.errors import OrderError
+from shardc.language.errors import OptionError, OrderError
 from shardc.ops.reduction import wide_dtype
+from shardc.options import Local
 
 from ..comm.failure import waiting
+from ..comm.process_group import all_reduce
 from ..module.optimizer import StepWatcher
 from .attendance import WAITING, Attendance, Round
 from .groups import Groups, own_part
@@ -46,6 +48,7 @@ class OuterSteps(StepWatcher):
         super().__init__()
         self.groups, self.option, self._bucket, self._initial = groups, groups.option, bucket, initial
         self._attendance = Attendance(groups, key)
+        _check_outer(self.option)
         self._early, self._optimizers = dict[int, Record](), WeakKeyDictionary[Optimizer, int]()
         self._model, self._has_begun, self._has_stepped = model, False, False
         self._key, self._copies, self._seen = key, 0, 0
@@ -69,6 +72,17 @@ class OuterSteps(StepWatcher):
         self._has_begun = self._has_stepped = True
         self._early.clear()
 
+    def early_by_name(self) -> dict[str, Record]:
+        """What is kept of parameters that the optimizer has no state of yet, by name."""
+        named = self._model.named_parameters()
+        return {name: self._early[id(each)] for name, each in named if id(each) in self._early}
+
+    def load_early(self, records: Mapping[str, Record]) -> None:
+        """Keep what was saved of these parameters."""
+        self._early = {
+            id(each): dict(records[name]) for name, each in self._model.named_parameters() if name in records
+        }
+
     def watched(self) -> list[Tensor]:
         return [each for each in self._model.parameters() if each.requires_grad]
 
@@ -76,8 +90,9 @@ class OuterSteps(StepWatcher):
         """Keep what the optimizer is about to change for the first time."""
         if optimizer not in self._optimizers:
             self._optimizers[optimizer], self._seen = self._seen, self._seen + 1
-        new = [(each, part) for each, part in self._own(optimizer) if ANCHOR not in self._record(optimizer, each)]
-        if self._has_stepped:
+        own = self._own(optimizer)
+        new = [(each, part) for each, part in own if ANCHOR not in self._record(optimizer, each)]
+        if self._has_stepped and len(new) == len(own):
             self._level([each for each, _ in new])
         for each, part in new:
             steps = self.option.every - self.option.every * (part + 1) // self.option.parts
@@ -98,12 +113,27 @@ class OuterSteps(StepWatcher):
 
     def step_now(self, optimizer: Optimizer) -> None:
         """Take an outer step of all parameters that have changed since the last."""
-        changed: dict[int, list[Tensor]] = {}
+        parts: dict[int, list[Tensor]] = {}
         for each, part in self._own(optimizer):
-            if self._record(optimizer, each).get(STEPS):
-                changed.setdefault(part, []).append(each)
-        for part, parameters in changed.items():
-            self._step(optimizer, part, parameters)
+            if ANCHOR in self._record(optimizer, each):
+                parts.setdefault(part, []).append(each)
+        has_changed = self._of_all([
+            any(self._record(optimizer, each)[STEPS] for each in parts.get(part, ()))
+            for part in range(self.option.parts)
+        ])  # fmt: skip
+        for part, parameters in parts.items():
+            if has_changed[part]:
+                self._step(optimizer, part, parameters)
+
+    def _of_all(self, flags: Sequence[bool]) -> Sequence[bool]:
+        """What is so in any group; with ``patience`` in this one, which does not wait for others."""
+        if self.option.patience is not None or self.groups.count == 1:
+            return flags
+        with waiting(lambda: WAITING, self.groups.ranks):
+            found = all_reduce(
+                torch.tensor(flags, dtype=torch.int64, device=self.groups.comm.device), self.groups.line, "max"
+            )
+            return list(map(bool, found().tolist()))
 
     @torch.no_grad()
     def _level(self, parameters: Sequence[Tensor]) -> None:
@@ -114,10 +144,10 @@ class OuterSteps(StepWatcher):
             each.copy_(total.div_(self.groups.count))
 
     def _own(self, optimizer: Optimizer) -> list[tuple[Tensor, int]]:
-        """The parameters of an optimizer that are the module's, each with its part."""
+        """The parameters of an optimizer that are the module's, and that this rank holds, each with its part."""
         parts = self._parts()
         stepped = [each for group in optimizer.param_groups for each in group["params"]]
-        return [(each, parts[id(each)]) for each in stepped if id(each) in parts]
+        return [(each, parts[id(each)]) for each in stepped if id(each) in parts and not own_part(each).is_meta]
 
     def _parts(self) -> dict[int, int]:
         """The part of each parameter of the whole model, by id: stretches of about as many elements."""
@@ -171,6 +201,15 @@ class OuterSteps(StepWatcher):
         for anchor in anchors:
             anchor.grad = None
             by_anchor[id(anchor)].update({f"{PREFIX}{key}": each for key, each in outer.state[anchor].items()})
+
+
+def _check_outer(option: Local) -> None:
+    """OptionError for a function that makes no optimizer whose step needs nothing but gradients."""
+    made = (option.outer or NESTEROV)([torch.zeros(1, requires_grad=True)])
+    if not isinstance(made, Optimizer) or isinstance(made, torch.optim.LBFGS):
+        problem = "it is no optimizer that takes a step by gradients alone"
+        remedy = "say outer=functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True), or leave it out"
+        raise OptionError(option.text, f"outer= makes a {type(made).__name__}", problem, remedy)
 
 
 def _change_of(parameter: Tensor, anchor: Tensor, taken: Round) -> Tensor:

@@ -98,6 +98,8 @@ class ParallelModule(nn.Module):
             raise ShardingError("state_dict", what, problem, "give what model.state_dict() or torch.load returns")
         own, loaded, conversion = self.state_dict(), dict(state_dict), self.shardc.conversion
         self.shardc.load_awaited(loaded)
+        if self.shardc.outer is not None:
+            self.shardc.outer.note_loaded()
         for name, value in loaded.items():
             if isinstance(own.get(name), DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
                 sharding = conversion.sharding(own[name], name)

@@ -74,6 +74,9 @@ class Local:
         if self.axis not in mesh.axis_names:
             remedy = did_you_mean(str(self.axis), mesh.axis_names) or f"say one of {', '.join(mesh.axis_names)}"
             raise OptionError(self.text, f"the mesh is {mesh}", "it has no such axis", remedy)
+        if self.groups is not None and mesh.axis_size(self.axis) not in (1, self.groups):
+            problem = f"there are {mesh.axis_size(self.axis)} along {self.axis}"
+            raise OptionError(self.text, f"groups={self.groups}", problem, "leave groups out")
         if pipeline is not None and pipeline.axis == self.axis:
             problem = "a group has all stages of the pipeline"
             raise OptionError(

@@ -199,6 +199,99 @@ def test_resumes(gloo: GlooPool, tmp_path: Path, outer: Any) -> None:
     assert loaded.shape == (14, 6)
 
 
+class Late(nn.Module):
+    """A second layer that is read by some groups, or later than the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, is_read: bool) -> Tensor:
+        y = self.first(x)
+        return (self.second(y) if is_read else y).square().mean()
+
+
+def trained_late(folder: Path, is_resumed: bool, is_first_group_early: bool) -> dict[str, Tensor]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dc", "dp"))
+    torch.manual_seed(0)
+    module = shardc.parallelize(Late().double(), mesh, {"x": P(("dc", "dp"))}, local=Local("dc", 4))
+    optimizer, steps = torch.optim.AdamW(module.parameters(), lr=0.02), range(10)
+    if is_resumed:
+        steps = range(shardc.load(folder, module, optimizer)["step"], 10)
+    for step in steps:
+        optimizer.zero_grad()
+        module(batches()[step], step >= 8 or (is_first_group_early and mesh.get_local_rank("dc") == 0)).backward()
+        optimizer.step()
+        if step == 5:
+            shardc.save(folder, module, optimizer, step=6)
+    return values(module)
+
+
+@pytest.mark.parametrize("is_first_group_early", [False, True])
+def test_resumes_with_parameters_that_have_had_no_gradient(
+    gloo: GlooPool, tmp_path: Path, is_first_group_early: bool
+) -> None:
+    wanted = gloo.run(trained_late, tmp_path, False, is_first_group_early)
+    for found, expected_ in zip(gloo.run(trained_late, tmp_path, True, is_first_group_early), wanted, strict=True):
+        for name, value in expected_.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+
+
+def without_groups(folder: Path) -> list[float]:
+    """The losses of groups that go on from steps that all ranks took together, after steps of groups."""
+    module, optimizer = on_groups({"dc": 4}, {"x": P("dc")}, Local("dc", 4))
+    take_steps(module, optimizer, range(8))
+    shardc.save(folder, module, optimizer)
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dc",))
+    together = shardc.parallelize(net(), mesh, {"x": P("dc")}, args=(batches()[0],))
+    shared = torch.optim.AdamW(together.parameters(), **INNER)
+    shardc.load(folder, together, shared)
+    assert not any(key.startswith("outer_") for state in shared.state.values() for key in state)
+    take_steps(together, shared, range(60))
+    shardc.save(folder, together, shared)
+    shardc.load(folder, module, optimizer)
+    losses = []
+    for step in range(8):
+        losses.append(float(module(batches()[step]).detach()))
+        take_steps(module, optimizer, range(step, step + 1))
+    return losses
+
+
+def test_what_groups_kept_is_left_out_without_them(gloo: GlooPool, tmp_path: Path) -> None:
+    for losses in gloo.run(without_groups, tmp_path):
+        assert max(losses) < 0.001
+
+
+def skipping() -> dict[str, Tensor]:
+    """One group takes a step less than the others before an outer step that the user asks for."""
+    module, optimizer = on_groups({"dc": 2, "dp": 2}, {"x": P(("dc", "dp"))}, Local("dc", 4))
+    take_steps(module, optimizer, range(5 - module.shardc.outer.groups.index))
+    shardc.outer_step(module, optimizer)
+    return values(module)
+
+
+def test_an_outer_step_has_all_groups_where_one_has_changed(gloo: GlooPool) -> None:
+    found = gloo.run(skipping)
+    for parameters in found:
+        for name, value in parameters.items():
+            assert torch.equal(value, found[0][name])
+
+
+def late_optimizer() -> list[bool]:
+    """An optimizer of a pipeline that was made before stages had their parameters."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dc", "pp"))
+    module = shardc.parallelize(
+        net(), mesh, {"x": P("dc")}, local=Local("dc", 2), pipeline=Pipeline("pp", microbatches=2)
+    )
+    optimizer = torch.optim.AdamW(module.parameters(), **INNER)
+    take_steps(module, optimizer, range(4))
+    return [bool(each.isfinite().all()) for each in map(whole, module.shardc.parameters())]
+
+
+def test_an_optimizer_of_a_pipeline_may_be_made_before(gloo: GlooPool) -> None:
+    assert all(map(all, gloo.run(late_optimizer)))
+
+
 def leaving_out(late: int, key: str) -> tuple[list[bool], dict[str, Tensor]]:
     """Whether this rank's group was in each of three outer steps, of which one group comes late to the second."""
     module, optimizer = on_groups({"dc": 4}, {"x": P("dc")}, Local("dc", 2, patience=1.0))
@@ -287,6 +380,15 @@ def test_batches_of_ranks_and_of_groups(gloo: GlooPool) -> None:
                 torch.testing.assert_close(value, wanted[rank // 2][name], rtol=1e-10, atol=1e-10)
 
 
+def of_no_optimizer() -> None:
+    on_groups({"dc": 4}, {"x": P("dc")}, Local("dc", 4, outer=torch.optim.LBFGS))
+
+
+def test_check_of_the_outer_optimizer(gloo: GlooPool) -> None:
+    with pytest.raises(RuntimeError, match=r"takes a step by gradients alone"):
+        gloo.run(of_no_optimizer)
+
+
 def of_another_model() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dc", "dp"))
     torch.manual_seed(mesh.get_local_rank("dc"))
@@ -321,6 +423,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a parameter cut by it": ({"annotations": {"up.weight": P("dc")}}, "groups along dc have all parameters"),
     "minor to another axis": ({"annotations": {"x": P(("dp", "dc"))}}, "name 'dc' before its other axes"),
     "parts of other sizes": ({"args": (torch.ones(7, 6).double(),)}, "2 groups have equal parts of it"),
+    "other groups": ({"local": Local("dc", 4, groups=3)}, "there are 2 along dc"),
     "no option": ({"local": 20}, "it is no shardc.Local"),
 }
 
