@@ -115,7 +115,7 @@ def _with_layout(kernel: Kernel, layout: Layout) -> Kernel:
     """The kernel on copies of operands whose memory layout it does not take."""
 
     def prepared(*args: Any, **kwargs: Any) -> Any:
-        return kernel(*(layout(i, x) if isinstance(x, Tensor) else x for i, x in enumerate(args)), **kwargs)
+        return kernel(*(layout(i, args) if isinstance(x, Tensor) else x for i, x in enumerate(args)), **kwargs)
 
     return prepared
 

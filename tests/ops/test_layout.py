@@ -38,14 +38,17 @@ def test_the_executor_gives_the_backward_of_cudas_efficient_attention_its_layout
     assert is_ready(seen[4], seen[5]) and torch.equal(seen[5], out) and torch.equal(seen[4], mask)
 
 
-def test_the_executor_gives_the_backward_of_cudnns_attention_one_layout() -> None:
-    """Whatever layout each was saved in: the kernel keeps that of a result by those of queries, keys and values."""
+@pytest.mark.parametrize("order", [(0, 2, 1, 3), (0, 1, 2, 3)])
+def test_the_executor_gives_the_backward_of_cudnns_attention_its_result_as_forward_made_it(order: Any) -> None:
+    """Whatever layout it was saved in: the kernel keeps that of a result by those of queries, keys and values."""
     op = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
     seen, (tensors, _, lse) = list[Any](), operands()
-    kernel_of(fx.Graph().call_function(op), lambda *args: seen.extend(args))(*tensors, lse, None, None, None)
-    for found, given in zip(seen[:5], tensors, strict=True):
-        assert found.transpose(1, 2).is_contiguous() and torch.equal(found, given)
-    assert seen[5] is lse
+    queries = tensors[1].permute(order).contiguous().permute(order)
+    given = [tensors[0], queries, *tensors[2:], lse]
+    kernel_of(fx.Graph().call_function(op), lambda *args: seen.extend(args))(*given, None, None, None)
+    assert seen[4].stride() == queries.stride() and torch.equal(seen[4], given[4])
+    for found, expected in zip([*seen[:4], seen[5]], [*given[:4], lse], strict=True):
+        assert found is expected
 
 
 def test_so_do_rings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,4 +89,4 @@ def test_a_tensor_that_is_ready_is_not_copied(op: Any) -> None:
     x = torch.randn(BATCH, ROWS, HEADS, 2 * ROW).transpose(1, 2)
     ready = x.contiguous() if "group_norm" in str(op) else x
     for at in range(6):
-        assert LAYOUTS[op](at, ready).data_ptr() == ready.data_ptr()
+        assert LAYOUTS[op](at, [ready] * 6).data_ptr() == ready.data_ptr()

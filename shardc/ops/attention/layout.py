@@ -3,13 +3,13 @@
 Programs do not state layouts, so the executor makes these copies. In other layouts the kernels refuse their operands,
 or silently compute wrong values: those of fused attention where elements of the last dim are not neighbours; the
 backward of CUDA's memory-efficient one in two bytes, which reads its result as ``[batch, position, head, size]``
-whatever its strides are (torch 2.11 to 2.13); and that of cuDNN's, which takes it to have strides as in the first call
+whatever its strides are (torch 2.11 to 2.13); and that of cuDNN's, which takes it to have the strides of the first call
 with queries, keys and values of these strides (torch 2.11).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ EFFICIENT = aten._scaled_dot_product_efficient_attention.default
 EFFICIENT_BACKWARD = aten._scaled_dot_product_efficient_attention_backward.default
 ROW = 16  # elements, at multiples of which each row of a mask begins in memory
 
-Layout = Callable[[int, Tensor], Tensor]  # the position of an argument, and the argument in the layout that it needs
+Layout = Callable[[int, Sequence[Any]], Tensor]  # of all arguments the one at a position, in the layout that it needs
 
 
 def dense(x: Tensor) -> Tensor:
@@ -41,24 +41,33 @@ def with_long_rows(mask: Tensor) -> Tensor:
     return mask if is_ready else pad(mask, [0, -mask.shape[-1] % ROW])[..., : mask.shape[-1]]
 
 
-def _contiguous(_: int, x: Tensor) -> Tensor:
+def in_order_of(x: Tensor, other: Tensor) -> Tensor:
+    """A tensor whose dims follow each other in memory as those of another do."""
+    order = sorted(range(other.ndim), key=other.stride().__getitem__, reverse=True)
+    return x.permute(order).contiguous().permute([order.index(dim) for dim in range(x.ndim)])
+
+
+def _contiguous(at: int, args: Sequence[Any]) -> Tensor:
+    x: Tensor = args[at]
     return x.contiguous()
 
 
-def _of_attention(_: int, x: Tensor) -> Tensor:
-    return dense(x)
+def _of_attention(at: int, args: Sequence[Any]) -> Tensor:
+    return dense(args[at])
 
 
-def _of_efficient(at: int, x: Tensor) -> Tensor:
-    return with_long_rows(x) if at == 3 else dense(x)
+def _of_efficient(at: int, args: Sequence[Any]) -> Tensor:
+    return with_long_rows(args[at]) if at == 3 else dense(args[at])
 
 
-def _of_efficient_backward(at: int, x: Tensor) -> Tensor:
+def _of_efficient_backward(at: int, args: Sequence[Any]) -> Tensor:
+    x = args[at]
     return with_long_rows(x) if at == 4 else positions_first(x) if at == 5 else dense(x)
 
 
-def _of_cudnn_backward(at: int, x: Tensor) -> Tensor:
-    return positions_first(x) if at <= 4 else x  # gradient, queries, keys, values and the result
+def _of_cudnn_backward(at: int, args: Sequence[Any]) -> Tensor:
+    """The result comes in the layout that forward gives it, which is that of the queries."""
+    return in_order_of(args[at], args[1]) if at == 4 else dense(args[at])
 
 
 LAYOUTS: Mapping[Any, Layout] = {
