@@ -94,6 +94,16 @@ class RandomModel(nn.Module):
 ROWS = {"norm": 1, "table": 7, "conv": 3}  # the rows of a step's weight
 
 
+def draw_model(data: st.DataObject) -> tuple[RandomModel, Tensor]:
+    """A model in which a linear layer follows each op, and its input."""
+    ops = (*BY_ROW, "softmax", "flip")
+    drawn = data.draw(st.lists(st.builds(Step, st.sampled_from(ops), st.integers(0, 11)), min_size=2, max_size=6))
+    steps = tuple(each for step in drawn for each in (step, Step("linear", step.number)))
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    model = RandomModel(data.draw(st.sampled_from(SIZES)), steps)
+    return model, torch.randn(data.draw(st.integers(1, 9)), data.draw(st.integers(2, 6)), model.scale.shape[0]).double()
+
+
 def _heads(x: Tensor, number: int) -> Tensor:
     """Split the width, swap, and merge again."""
     b, t, d = x.shape

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from gpt import DATA, GPT, MEGATRON, Config
+from gpt import DATA, Config
 from measuring import measured, measured_by_rank, without_optimizer
 from rehearsal import rehearse
+from small_gpt import annotations_on, drawn_gpt
 from torch import Tensor, nn
 
 import shardc
@@ -43,19 +44,15 @@ PLANS: dict[str, tuple[Mesh, dict[str, Any]]] = {
 
 
 def target(size: Config = SIZE, batch: int = 8) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    torch.manual_seed(0)
-    model = GPT(size)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.1)
-    return model, (*torch.randint(size.vocab, (2, batch, size.context)),)
+    return drawn_gpt(size, batch)
 
 
 def compile_gpt(
     mesh: Mesh, size: Config = SIZE, zero: dict[str, Any] | None = None, **options: Any
 ) -> tuple[Compiled, tuple[Tensor, ...]]:
     model, args = target(size)
-    annotations = {key: spec for key, spec in {**DATA, **MEGATRON}.items() if set(spec.axes) <= set(mesh.axis_names)}
-    return shardc.compile(model, mesh, annotations, args=args, zero=Zero("dp", **(zero or {})), **options), args
+    options["zero"] = Zero("dp", **(zero or {}))
+    return shardc.compile(model, mesh, annotations_on(mesh), args=args, **options), args
 
 
 def below(folder: Path, what: str, stage: int = 3) -> dict[str, Any]:

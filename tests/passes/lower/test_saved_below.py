@@ -11,13 +11,14 @@ from unittest import mock
 import pytest
 import torch
 from gloo_pool import GlooPool
-from gpt import DATA, GPT, MEGATRON, Config
+from gpt import DATA, MEGATRON, Config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from measuring import measured, measured_by_rank, without_optimizer
 from parallel_models import whole
-from random_model import BY_ROW, SIZES, RandomModel, Step
+from random_model import draw_model
 from rehearsal import rehearse
+from small_gpt import annotations_on, drawn_gpt
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -46,17 +47,12 @@ PLANS: dict[str, tuple[Mesh, dict[str, Any]]] = {
 
 
 def target(size: Config = SIZE, batch: int = 8) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    torch.manual_seed(0)
-    model = GPT(size)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.1)
-    return model, (*torch.randint(size.vocab, (2, batch, size.context)),)
+    return drawn_gpt(size, batch)
 
 
 def compile_gpt(mesh: Mesh, size: Config = SIZE, **options: Any) -> tuple[Compiled, tuple[Tensor, ...]]:
     model, args = target(size)
-    annotations = {key: spec for key, spec in {**DATA, **MEGATRON}.items() if set(spec.axes) <= set(mesh.axis_names)}
-    return shardc.compile(model, mesh, annotations, args=args, **options), args
+    return shardc.compile(model, mesh, annotations_on(mesh), args=args, **options), args
 
 
 def copies(compiled: Compiled, target: Any) -> list[Any]:
@@ -148,12 +144,7 @@ def copies_of(parallel: Any) -> int:
 @settings(max_examples=5)
 @given(st.data())
 def test_random_models_compute_the_same_to_the_bit(data: st.DataObject) -> None:
-    ops = (*BY_ROW, "softmax", "flip")
-    drawn = data.draw(st.lists(st.builds(Step, st.sampled_from(ops), st.integers(0, 11)), min_size=2, max_size=6))
-    steps = tuple(each for step in drawn for each in (step, Step("linear", step.number)))
-    torch.manual_seed(data.draw(st.integers(0, 99)))
-    model = RandomModel(data.draw(st.sampled_from(SIZES)), steps)
-    x = torch.randn(data.draw(st.integers(1, 9)), data.draw(st.integers(2, 6)), model.scale.shape[0]).double()
+    model, x = draw_model(data)
     mesh = data.draw(st.sampled_from([Mesh(tp=2), Mesh(dp=2, tp=2), Mesh(tp=3), Mesh(pp=2, tp=2)]))
     pipeline = Pipeline("pp", 3) if "pp" in mesh.axis_names else None
     annotations = {"x": P("dp")} if "dp" in mesh.axis_names else {}
