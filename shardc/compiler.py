@@ -27,7 +27,7 @@ from shardc.capture.containers import flatten, rebuild
 from shardc.capture.microbatches import check_loss, empty_microbatches, with_microbatches
 from shardc.capture.values.region import Symbols
 from shardc.costs.stage_schedule import schedule_of
-from shardc.costs.step import outer_note
+from shardc.costs.step import outer_entry, outer_note
 from shardc.costs.step_time import slow_link_note
 from shardc.language.errors import CaptureError, OptionError, ShardingError, did_you_mean, raise_all
 from shardc.language.mesh import Mesh
@@ -225,7 +225,7 @@ class Making:
         """The compiled model, once all passes have run."""
         kept, whole = self.kept, self.kept[WHOLE.__name__]
         notes = (
-            *filter(None, [slow_link_note(whole), outer_note(whole)]),
+            *filter(None, [slow_link_note(whole), outer_note(outer_entry(whole))]),
             *idle_axis_notes(whole),
             *map(note_of, self.unused),
         )

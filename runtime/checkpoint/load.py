@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from shardc.language.errors import CheckpointError, did_you_mean
 
-from ..comm.dtensor import local
+from ..comm.dtensor import local, own_part
 from ..feedback.residuals import Source
 from ..local.outer import PREFIX
 from ..module.module import ParallelModule
@@ -30,7 +30,7 @@ from .index import NAME, Index, TensorEntry
 from .ranks import Ranks, group_of, ranks_of
 from .region import Layout
 from .save import check_request, finish_save
-from .state import Names, block_of, layout_of, optimizer_names, own_part, unwrapped
+from .state import Names, block_of, layout_of, optimizer_names, unwrapped
 from .tree import decode, key_of
 
 # State of torch's optimizers that is a plain 0-dim tensor, whatever the shape of its parameter.

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from shardc.language.errors import CheckpointError
 
-from ..comm.dtensor import local
+from ..comm.dtensor import own_part
 from ..module.module import ParallelModule
 from ..pipeline.module import PipelineModule
 from .ranks import Ranks
@@ -137,11 +137,6 @@ def _position_in(mesh: DeviceMesh) -> int:
     for index, size in zip(mesh.get_coordinate() or (), mesh.shape, strict=True):
         position = position * size + index
     return position
-
-
-def own_part(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank stores."""
-    return local(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _encoded(section: str, value: Any, state: State, ranks: Ranks) -> Any:

@@ -33,6 +33,11 @@ def local(tensor: Tensor) -> Tensor:
     return piece
 
 
+def own_part(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank stores, not a copy; of a plain one all of it."""
+    return local(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+
+
 def placements(sharding: Sharding, shape: Sequence[int], name: str = "value") -> tuple[Placement, ...]:
     """The DTensor placement of a sharding on every axis of the mesh.
 

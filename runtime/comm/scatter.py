@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -59,12 +60,24 @@ def scatter(parts: Sequence[Part], group: Group, device: torch.device) -> None:
         work.wait(group.timeout)  # type: ignore[attr-defined]
 
 
-def batches(sizes: Sequence[int]) -> Iterator[range]:
-    """Runs of indices of things of these sizes, each of at most ``BUCKET`` bytes unless it is one thing."""
+def broadcast(tensors: Sequence[Tensor], group: Group, device: torch.device) -> None:
+    """Write the first rank's values to contiguous tensors of all ranks of a group, in place."""
+    everyone = tuple(range(group.size))
+    for batch in batches([each.nbytes for each in tensors]):
+        own = [tensors[i] for i in batch]
+        scatter([Part(everyone, each.nbytes, partial(_same, each), each) for each in own], group, device)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def batches(sizes: Sequence[int], most: int = BUCKET) -> Iterator[range]:
+    """Runs of indices of things of these sizes, each of at most so many bytes unless it is one thing."""
     start = 0
     while start < len(sizes):
         stop, total = start + 1, sizes[start]
-        while stop < len(sizes) and total + sizes[stop] <= BUCKET:
+        while stop < len(sizes) and total + sizes[stop] <= most:
             total, stop = total + sizes[stop], stop + 1
         yield range(start, stop)
         start = stop

@@ -39,7 +39,7 @@ class Round:
         return self.line.index in self.counted
 
     def share(self, tensors: Sequence[Tensor]) -> None:
-        """Let groups that do not count have the tensors of the first one that does."""
+        """Send tensors of the first group that counts to those that do not count."""
         source = self.line.order[self.counted[0]]
         for each in tensors if len(self.counted) < self.line.size else ():
             sent = each.to(self.device).contiguous()

@@ -21,9 +21,10 @@ from shardc.options import Local
 from ..comm.checksum import checksum
 from ..comm.comm import Traffic
 from ..comm.distributed import TorchComm, make_device_mesh, shared_device_mesh
-from ..comm.dtensor import local
+from ..comm.dtensor import own_part
 from ..comm.failure import waiting
 from ..comm.process_group import all_gather
+from ..comm.scatter import broadcast
 
 
 class Groups:
@@ -81,11 +82,7 @@ class Groups:
             if initial == "check":
                 self._compare(tensors)
                 return
-            for each in _stored(tensors).values():
-                piece = each.to(self.comm.device).contiguous()
-                first = piece if self.index == 0 else torch.zeros_like(piece)
-                self.line.process.broadcast(first, self.line.order[0]).wait()
-                each.copy_(first)
+            broadcast(list(_stored(tensors).values()), self.line, self.comm.device)
 
     def _compare(self, tensors: Mapping[str, Tensor]) -> None:
         numbers = torch.stack([checksum(each).to(self.comm.device) for each in _stored(tensors).values()])
@@ -103,11 +100,6 @@ def _stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What this rank stores of tensors, those of other stages of a pipeline left out."""
     own = {name: own_part(each) for name, each in tensors.items()}
     return {name: each for name, each in own.items() if not each.is_meta}
-
-
-def own_part(tensor: Tensor) -> Tensor:
-    """What this rank stores of a tensor, not a copy."""
-    return local(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def mesh_of_groups(option: Local, mesh: Any, runtime: str, device_type: str) -> DeviceMesh:

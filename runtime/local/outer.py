@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,11 +16,12 @@ from shardc.language.errors import OptionError, OrderError
 from shardc.ops.reduction import wide_dtype
 from shardc.options import Local
 
+from ..comm.dtensor import own_part
 from ..comm.failure import waiting
 from ..comm.process_group import all_reduce
 from ..module.optimizer import StepWatcher
 from .attendance import WAITING, Attendance, Round
-from .groups import Groups, own_part
+from .groups import Groups
 from .sums import sums
 
 PREFIX = "outer_"  # of what the state of a parameter has of outer steps
@@ -68,7 +69,7 @@ class OuterSteps(StepWatcher):
         return twin
 
     def note_loaded(self) -> None:
-        """What was loaded is what this group goes on from."""
+        """Go on from values that were loaded, and not from the first group's."""
         self._has_begun = self._has_stepped = True
         self._early.clear()
 
@@ -189,18 +190,16 @@ class OuterSteps(StepWatcher):
             anchor.grad = torch.empty_like(anchor)
             own_part(anchor.grad).copy_(total.div_(len(taken.counted)))
 
-    def _step_anchors(self, records: Iterable[Record]) -> None:
+    def _step_anchors(self, records: Sequence[Record]) -> None:
         """The outer optimizer's step, with the state that it has kept."""
-        by_anchor = {id(record[ANCHOR]): record for record in records}
-        anchors = [record[ANCHOR] for record in by_anchor.values()]
-        outer = (self.option.outer or NESTEROV)(anchors)
-        for anchor in anchors:
-            if kept := {key.removeprefix(PREFIX): each for key, each in _kept(by_anchor[id(anchor)]).items()}:
-                outer.state[anchor] = kept
+        outer = (self.option.outer or NESTEROV)([record[ANCHOR] for record in records])
+        for record in records:
+            if kept := {key.removeprefix(PREFIX): each for key, each in _kept(record).items()}:
+                outer.state[record[ANCHOR]] = kept
         outer.step()
-        for anchor in anchors:
-            anchor.grad = None
-            by_anchor[id(anchor)].update({f"{PREFIX}{key}": each for key, each in outer.state[anchor].items()})
+        for record in records:
+            record[ANCHOR].grad = None
+            record.update({f"{PREFIX}{key}": each for key, each in outer.state[record[ANCHOR]].items()})
 
 
 def _check_outer(option: Local) -> None:
@@ -213,7 +212,7 @@ def _check_outer(option: Local) -> None:
 
 
 def _change_of(parameter: Tensor, anchor: Tensor, taken: Round) -> Tensor:
-    """By how much a group has gone back on a parameter, which is the direction of a gradient."""
+    """The anchor minus the parameter, an outer optimizer's gradient; zeros for a group that does not count."""
     dtype = wide_dtype(parameter.dtype)
     if not taken.is_counted:
         return torch.zeros(parameter.shape, dtype=dtype, device=taken.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from shardc.program.collective import wire_bytes
 
 from ..comm.comm import Traffic
 from ..comm.process_group import Group, all_gather, all_reduce, all_to_all
+from ..comm.scatter import batches
 
 
 def sums(tensors: Sequence[Tensor], group: Group, codec: str | None, bucket: int, traffic: Traffic) -> Iterator[Tensor]:
@@ -50,12 +52,6 @@ def _sums_of_codes(tensors: Sequence[Tensor], group: Group, codec: str, traffic:
 
 def _buckets(tensors: Sequence[Tensor], size: int) -> Iterator[list[Tensor]]:
     """Tensors in order, in lists of one dtype and of at most ``size`` bytes; a larger one is alone."""
-    few, nbytes = list[Tensor](), 0
-    for each in tensors:
-        if few and (nbytes + each.nbytes > size or each.dtype != few[0].dtype):
-            yield few
-            few, nbytes = [], 0
-        few.append(each)
-        nbytes += each.nbytes
-    if few:
-        yield few
+    for _, each in groupby(tensors, lambda tensor: tensor.dtype):
+        alike = list(each)
+        yield from ([alike[i] for i in batch] for batch in batches([tensor.nbytes for tensor in alike], size))

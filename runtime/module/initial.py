@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Literal, NoReturn, get_args
 
 import torch
@@ -19,10 +18,12 @@ from ..agreement.agreement import Agreement
 from ..comm.checksum import checksum
 from ..comm.distributed import TorchComm
 from ..comm.failure import waiting
-from ..comm.scatter import Part, batches, scatter
+from ..comm.process_group import Group
+from ..comm.scatter import Part, broadcast, scatter
 
 Initial = Literal["broadcast", "check", "trust"]
 INITIAL: tuple[str, ...] = get_args(Initial)
+SENDING = "the first rank's values for all others"
 ModelTensors = dict[tuple[str, str], Tensor]
 
 
@@ -75,19 +76,22 @@ class InitialValues:
             self._compare_values(tensors)
         return position is not None
 
+    @torch.no_grad()
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Write the first rank's values to contiguous tensors of all ranks, in place."""
-        everyone = tuple(range(len(self.ranks)))
-        for batch in batches([each.nbytes for each in tensors]):
-            own = [tensors[i] for i in batch]
-            self.scatter([Part(everyone, each.nbytes, partial(_same, each), each) for each in own])
+        with waiting(lambda: SENDING, self.ranks):
+            broadcast(tensors, self._everyone, self.comm.device)
 
     @torch.no_grad()
     def scatter(self, parts: Sequence[Part]) -> None:
         """Fill parts of the first rank's tensors on the ranks that store them."""
+        with waiting(lambda: SENDING, self.ranks):
+            scatter(parts, self._everyone, self.comm.device)
+
+    @property
+    def _everyone(self) -> Group:
         mesh = self.comm.mesh
-        with waiting(lambda: "the first rank's values for all others", self.ranks):
-            scatter(parts, self.comm.group(tuple(map(mesh.axis, mesh.axis_names))), self.comm.device)
+        return self.comm.group(tuple(map(mesh.axis, mesh.axis_names)))
 
     def _compare(self, tensors: ModelTensors) -> int | None:
         """Compare names, shapes and dtypes; returns the first position that has tensors on meta, if there is one."""
@@ -126,10 +130,6 @@ class InitialValues:
             return [data]
         by_rank = dict(zip(self.agreement.ranks, self.agreement.exchange(data), strict=True))
         return [by_rank[rank] for rank in self.ranks]
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _on_meta(tensors: ModelTensors) -> list[str]:

@@ -77,7 +77,8 @@ def run(options: argparse.Namespace) -> int:
 
     program = compiled(options)
     cost = program.cost
-    outer, note = outer_entry(program.whole), outer_note(program.whole)
+    outer = outer_entry(program.whole)
+    note = outer_note(outer)
     text = with_warnings("\n".join(filter(None, [cost.text(), note and f"{note}\n"])), program.whole.notes)
     record = Cost(options.mesh.sizes, *cost.entries(), cost.copies or None, outer)
     write(text if options.format == "text" else json_text(record), options.output)

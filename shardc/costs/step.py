@@ -122,9 +122,8 @@ def _change_bytes(shards: Sequence[TensorType], local: Local) -> int:
     return codec.nbytes(ceil_div(elements, pieces) * pieces)
 
 
-def outer_note(program: Program) -> str:
+def outer_note(entry: OuterEntry | None) -> str:
     """What groups send in outer steps; empty where there are none."""
-    entry = outer_entry(program)
     if entry is None:
         return ""
     sent, each = bytes_text(entry.wire_bytes), bytes_text(entry.wire_bytes // entry.every)

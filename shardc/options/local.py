@@ -10,6 +10,7 @@ from shardc.language.errors import OptionError, did_you_mean
 from shardc.language.mesh import Mesh
 from shardc.wire import EXAMPLES, codec_named, is_codec
 
+from .axis import check_axis
 from .pipeline import Pipeline
 from .zero import Zero
 
@@ -71,9 +72,7 @@ class Local:
 
     def check(self, mesh: Mesh, zero: Zero | None, pipeline: Pipeline | None, momentum: Any) -> None:
         """Raise an OptionError if it does not fit the mesh or the other options."""
-        if self.axis not in mesh.axis_names:
-            remedy = did_you_mean(str(self.axis), mesh.axis_names) or f"say one of {', '.join(mesh.axis_names)}"
-            raise OptionError(self.text, f"the mesh is {mesh}", "it has no such axis", remedy)
+        check_axis(self.text, self.axis, mesh)
         if self.groups is not None and mesh.axis_size(self.axis) not in (1, self.groups):
             problem = f"there are {mesh.axis_size(self.axis)} along {self.axis}"
             raise OptionError(self.text, f"groups={self.groups}", problem, "leave groups out")
