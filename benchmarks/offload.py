@@ -4,12 +4,13 @@
 
     python benchmarks/offload.py --limit 500 --times 6
 
-One process trains a model with ``Zero(offload="parameters", to=FOLDER)`` under a limit of memory, another one the same
-model in plain torch without a limit. The limit holds for all private memory of the process (``RLIMIT_DATA``), torch
-itself included; as root under Linux also for the pages of files that it has in memory (a ``memory`` cgroup). Printed
-are the losses of both, their private memory after the last step, the seconds of a step, and the bytes that a step reads
-from the disk and writes to it. ``bound``: the larger of the plain step's seconds and of these bytes at the rates of the
-disk, which are measured at the end.
+Two processes train a model with ``Zero(offload="parameters", to=FOLDER)`` under a limit of memory: in one the
+optimizer steps after backward, in the other while backward goes on (``shardc.step_in_backward``). One trains with the
+same plan in memory, and one in plain torch, without a limit. The limit holds for all private memory of the process
+(``RLIMIT_DATA``), torch itself included; as root under Linux also for the pages of files that it has in memory (a
+``memory`` cgroup). Printed are the losses, and for each way the seconds of its fastest step but the first, the bytes
+that this step reads from the disk and writes to it, and its private memory after the last step. ``bound``: the larger
+of the step in memory and of these bytes at the rates of the disk, which are measured at the end.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardc
+from shardc.language.text import table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from gpt import DATA, GPT, Config
@@ -43,7 +46,7 @@ from gpt import DATA, GPT, Config
 MB = 10**6
 CGROUPS = Path("/sys/fs/cgroup/memory")
 LAYER, STATES = 12, 16  # parameters of a layer by width squared; bytes of a parameter, its gradient and Adam's states
-ROWS, POSITIONS, VOCABULARY = 2, 128, 2048
+POSITIONS, VOCABULARY = 128, 2048
 RATE = 512 * MB  # bytes by which the disk is measured
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "131072"}  # else glibc keeps blocks that are free, as it finds them
 
@@ -54,6 +57,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=500, help="MB of memory of the process")
     parser.add_argument("--times", type=float, default=6, help="states of the model, in limits")
     parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--rows", type=int, default=2, help=f"of {POSITIONS} tokens, in a batch")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk")
     parser.add_argument("--way", choices=[*WAYS], help="run one way alone, in this process")
@@ -72,23 +76,24 @@ def main() -> None:
         read, write = _rates(work)
     finally:
         shutil.rmtree(work)
-    plain, files = found["plain"], found["files"]
+    plain, files, stepping = found["plain torch"], found["after backward"], found["in backward"]
     states, limit = STATES * count, arguments.limit * MB
     size = f"{states / MB:.0f} MB of states, {states / limit:.1f} times {limit / MB:.0f} MB"
     print(f"{count / 1e6:.0f} million parameters: {size}")
     print("limits", *files["limits"])
     differences = [abs(a - b) for a, b in zip(plain["losses"], files["losses"], strict=True)]
     print("losses", *(f"{loss:.6f}" for loss in files["losses"]), f"differ by at most {max(differences):.1e}")
+    print("stepped in backward they", "are the same" if stepping["losses"] == files["losses"] else "DIFFER")
+    print(f"disk: {read / MB:.0f} MB/s read, {write / MB:.0f} MB/s written")
+    print(f"device: {files['predicted'] / MB:.0f} MB at the peak, as predicted for tensors")
+    header, rows = ["way", "s a step", "of bound", "MB read", "MB written", "private MB at the end"], []
     for way, each in found.items():
-        print(
-            f"{way:6} {each['seconds']:6.2f} s a step, {each['private'] / MB:6.0f} MB of private memory after the last"
+        bound = max(found["in memory"]["seconds"], each["read"] / read + each["written"] / write)
+        numbers = (each["read"] / MB, each["written"] / MB, each["private"] / MB)
+        rows.append(
+            [way, f"{each['seconds']:.2f}", f"{each['seconds'] / bound:.2f}", *(f"{one:.0f}" for one in numbers)]
         )
-    disk = files["read"] / read + files["written"] / write
-    for verb, nbytes, rate in (("read", files["read"], read), ("written", files["written"], write)):
-        print(f"disk   {nbytes / MB:.0f} MB {verb} a step, at {rate / MB:.0f} MB/s")
-    print(f"device {files['predicted'] / MB:.0f} MB at the peak, as predicted for tensors")
-    bound = max(plain["seconds"], disk)
-    print(f"bound  {bound:6.2f} s a step; {files['seconds'] / bound:.2f} of it")
+    print(table(header, rows), end="")
 
 
 def config(arguments: argparse.Namespace) -> Config:
@@ -100,17 +105,17 @@ def config(arguments: argparse.Namespace) -> Config:
     )
 
 
-def batch() -> tuple[Tensor, Tensor]:
+def batch(rows: int) -> tuple[Tensor, Tensor]:
     """Tokens and targets."""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(VOCABULARY, (ROWS, POSITIONS + 1), generator=generator)
+    ids = torch.randint(VOCABULARY, (rows, POSITIONS + 1), generator=generator)
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
 def _run(way: str, arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     """A way in a process of its own."""
     command = [sys.executable, __file__, "--way", way, "--folder", str(work)]
-    command += [f"--{name}={getattr(arguments, name)}" for name in ("limit", "times", "width", "steps")]
+    command += [f"--{name}={getattr(arguments, name)}" for name in ("limit", "times", "width", "rows", "steps")]
     shown = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | MALLOC).stdout
     result: dict[str, Any] = json.loads(shown.splitlines()[-1])
     return result
@@ -122,35 +127,41 @@ def plain(arguments: argparse.Namespace) -> dict[str, Any]:
 
     model = GPT(config(arguments))
     model.load_state_dict(load_file(Path(arguments.folder) / "model.safetensors"))
-    return _train(model, arguments.steps)
+    return _train(model, arguments.steps, arguments.rows)
 
 
-def files(arguments: argparse.Namespace) -> dict[str, Any]:
-    """From files, under the limit."""
+def planned(arguments: argparse.Namespace, in_files: bool, stepping: bool = False) -> dict[str, Any]:
+    """By a plan, from files under the limit or in memory. ``stepping``: the optimizer steps in backward."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
     with torch.device("meta"):
         model = GPT(config(arguments))
-    with _limited(arguments.limit * MB) as limits:
+    zero = shardc.Zero("dp", 3)
+    if in_files:
         zero = shardc.Zero("dp", 3, offload="parameters", to=arguments.folder)
-        options = {"zero": zero, "remat": shardc.Remat("blocks.*"), "weights": arguments.folder, "args": batch()}
+    with _limited(arguments.limit * MB if in_files else None) as limits:
+        options = {"weights": arguments.folder, "args": batch(arguments.rows), "remat": shardc.Remat("blocks.*")}
         options["bucket"] = 1  # a bucket would hold 25 MB of gradients
-        parallel = shardc.parallelize(model, mesh, DATA, **options)
-        found = _train(parallel, arguments.steps)
+        parallel = shardc.parallelize(model, mesh, DATA, zero=zero, **options)
+        found = _train(parallel, arguments.steps, arguments.rows, stepping)
     dist.destroy_process_group()
     return {**found, "limits": limits, "predicted": parallel.shardc.program.memory["peak"]}
 
 
-def _train(model: nn.Module, steps: int) -> dict[str, Any]:
+def _train(model: nn.Module, steps: int, rows: int, stepping: bool = False) -> dict[str, Any]:
     """The losses, the seconds of the fastest step but the first, and what a step reads and writes."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     losses, seconds, moved = [], [], []
     for _ in range(steps):
         start, before = time.perf_counter(), _moved()
-        loss = model(*batch())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        loss = model(*batch(rows))
+        if stepping:
+            with shardc.step_in_backward(model, optimizer):
+                loss.backward()
+        else:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
         losses.append(loss.item())
         seconds.append(time.perf_counter() - start)
         moved.append([now - then for now, then in zip(_moved(), before, strict=True)])
@@ -172,8 +183,11 @@ def _private() -> int:
 
 
 @contextmanager
-def _limited(nbytes: int) -> Iterator[list[str]]:
-    """Limit the memory of this process; gives the names of the limits."""
+def _limited(nbytes: int | None) -> Iterator[list[str]]:
+    """Limit the memory of this process, unless that is None; gives the names of the limits."""
+    if nbytes is None:
+        yield []
+        return
     resource.setrlimit(resource.RLIMIT_DATA, (nbytes, nbytes))
     limits, group = ["RLIMIT_DATA"], CGROUPS / f"shardc-{os.getpid()}"
     try:
@@ -206,7 +220,12 @@ def _seconds(command: list[str]) -> float:
     return time.perf_counter() - start
 
 
-WAYS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {"plain": plain, "files": files}
+WAYS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "plain torch": plain,
+    "in memory": partial(planned, in_files=False),
+    "after backward": partial(planned, in_files=True),
+    "in backward": partial(planned, in_files=True, stepping=True),
+}
 
 if __name__ == "__main__":
     main()

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from shardc.runtime.local.outer import outer_step
     from shardc.runtime.module.conversion import shard_batch
     from shardc.runtime.module.loader import shard_loader
+    from shardc.runtime.tier.stepping import step_in_backward
     from shardc.schedules.balance import balance
     from shardc.schedules.named import Schedule, schedule
     from shardc.schedules.schedule import Edge
@@ -40,7 +41,7 @@ __all__ = [
     "Suggestion", "Zero",
     "annotate", "balance", "blocks", "check_rule", "checkpointable", "compile", "export", "init_parameters", "load",
     "outer_step", "parallelize", "register_rule", "reshard_plan", "save", "schedule", "shard_batch", "shard_loader",
-    "stage_boundary", "suggest",
+    "stage_boundary", "step_in_backward", "suggest",
 ]  # fmt: skip
 
 _MODULES = {
@@ -62,6 +63,7 @@ _MODULES = {
     "runtime.local.outer": "outer_step",
     "runtime.module.conversion": "shard_batch",
     "runtime.module.loader": "shard_loader",
+    "runtime.tier.stepping": "step_in_backward",
     "schedules.balance": "balance",
     "schedules.simulate": "Costs StageCost",
     "schedules.named": "Schedule schedule",

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from .lower import PartGraph
 from .part import Env, PartRunner
-from .rewrite import with_sums
+from .rewrite import with_sums, with_takers
 
 Lower = Callable[[Sequence[fx.Node], Sequence[fx.Node]], PartGraph]  # takes calls, and those that run before them
 Sums = list[dict[int, Tensor]]  # for each rank, by slot, the operands that are not reduced yet
@@ -28,27 +28,33 @@ class Deferred:
 
     ``slots``: those of the program's nodes. ``kept``: the slots that the part returns. ``open``: the slots to be added
     up, which only deferred calls read at the end. A slot's total is in the slot that is as many further as there are
-    ``slots``.
+    ``slots``. ``taken``: gradients that a function may take, as ``with_takers`` says.
     """
 
     def __init__(self, calls: Sequence[fx.Node], deferred: Collection[fx.Node], slots: Mapping[fx.Node, int],
-                 kept: Collection[int], lower: Lower) -> None:  # fmt: skip
+                 kept: Collection[int], lower: Lower, taken: Mapping[int, tuple[int, int]]) -> None:  # fmt: skip
         self._calls, self._slots, self._kept, self._lower = calls, slots, set(kept), lower
+        self._taken = taken
         self._now = [node for node in calls if node not in deferred]
         self._later = [node for node in calls if node in deferred]
         self._deferred = {slots[node] for node in self._later}
         self.open = {slots[each] for node in self._later for each in node.all_input_nodes} - self._deferred
         self.closing = PartRunner(lower(self._later, self._now), self._kept)
-        self._parts: dict[tuple[bool, bool, bool], PartRunner] = {}
+        self._parts: dict[tuple[bool, bool, bool, bool], PartRunner] = {}
 
-    def part(self, totals: Totals | None, is_last: bool) -> PartRunner:
-        """The backward part that adds to ``totals``, if there are any, and reduces them if it ``is_last``."""
-        key = totals is not None, totals is not None and totals.is_own, is_last
+    def part(self, totals: Totals | None, is_last: bool, is_taken: bool = False) -> PartRunner:
+        """The backward part that adds to ``totals``, if there are any, and reduces them if it ``is_last``.
+
+        ``is_taken``: a function takes the gradients; it is in the last slot, after those of totals.
+        """
+        key = totals is not None, totals is not None and totals.is_own, is_last, is_taken
         if key not in self._parts:
             together = self._calls if self._reads_open_slots_first else [*self._now, *self._later]
             part = self._lower(together if is_last else self._now, ())
             if totals is not None:
                 with_sums(part, self.open, self._deferred, len(self._slots), totals.is_own)
+            if is_taken:
+                with_takers(part, self._taken, 2 * len(self._slots))
             self._parts[key] = PartRunner(part, self._kept if is_last else self.open | self._kept)
         return self._parts[key]
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import product, zip_longest
 from typing import Any
 
 import torch
@@ -19,17 +19,18 @@ from torch import Tensor, fx
 
 from shardc.language.errors import second_backward
 from shardc.language.machine import LOCAL_KINDS
+from shardc.ops.tier import offload
 from shardc.program.collective import COLLECTIVES, collective_kind
 from shardc.program.communication import deferrable
 from shardc.program.lifetime import PART_OF, is_new, split
-from shardc.program.program import Program
+from shardc.program.program import Program, ends_of
 
 from ..comm.comm import Comm
 from ..comm.dtensor import same_bits
 from .deferred import Deferred, Sums, Totals, move
 from .lower import PartGraph, lower
 from .part import Env, PartRunner, Values
-from .rewrite import with_targets
+from .rewrite import Taker, with_takers, with_targets
 
 Rows = list[list[Tensor | None]]  # for each rank a value for each output of the program, None for those of other parts
 
@@ -52,8 +53,15 @@ class Runner:
     def forward(self, inputs: Sequence[Values], computed: Sequence[Values] | None = None) -> tuple[Rows, Any]:
         raise NotImplementedError
 
-    def backward(self, saved: Any, tangents: Sequence[Values], keep: bool = False) -> Rows:
+    def backward(
+        self, saved: Any, tangents: Sequence[Values], keep: bool = False, takers: Sequence[Taker] = ()
+    ) -> Rows:
         raise NotImplementedError
+
+    @property
+    def taken(self) -> frozenset[int]:
+        """The outputs of the program that are gradients which a function may take while backward goes on."""
+        return frozenset()
 
     @property
     def deferred(self) -> frozenset[int]:
@@ -61,8 +69,9 @@ class Runner:
         return frozenset()
 
     def accumulate(
-        self, saved: Any, tangents: Sequence[Values], keep: bool, totals: Totals | None, is_last: bool
-    ) -> tuple[Rows, Sums]:
+        self, saved: Any, tangents: Sequence[Values], keep: bool, totals: Totals | None, is_last: bool,
+        takers: Sequence[Taker] = (),
+    ) -> tuple[Rows, Sums]:  # fmt: skip
         raise NotImplementedError
 
     def close(self, sums: Sums) -> Rows:
@@ -186,28 +195,58 @@ class Executor(Runner):
             copy[slot] = env[slot]
         return outputs, SavedEnvs(tuple(saved))
 
-    def backward(self, saved: SavedEnvs, tangents: Sequence[Values], keep: bool = False) -> Rows:
+    def backward(
+        self, saved: SavedEnvs, tangents: Sequence[Values], keep: bool = False, takers: Sequence[Taker] = ()
+    ) -> Rows:
         """Run the backward part on ``tangents``, one row for each rank, parallel to the program's inputs.
 
-        Returns for each rank the gradients, parallel to the program's outputs, with None for the others. Frees what was
-        saved unless told to ``keep`` it. RuntimeError if that was freed before.
+        Returns for each rank the gradients, parallel to the program's outputs, with None for the others, and for those
+        that ``takers``, one for each rank, take as they come. Frees what was saved unless told to ``keep`` it.
+        RuntimeError if that was freed before.
         """
-        envs = self._filled(saved.take(keep, self._bwd.used_up), tangents)
-        self._run(self._bwd, envs)
+        part = self._bwd_taken if takers else self._bwd
+        envs = self._filled(saved.take(keep, part.used_up), tangents)
+        for env, taker in zip(envs, takers, strict=False):
+            env.append(taker)
+        self._run(part, envs)
         return [self._collect(env, "backward") for env in envs]
 
+    @property
+    def taken(self) -> frozenset[int]:
+        return frozenset(self._taken)
+
+    @cached_property
+    def _taken(self) -> dict[int, tuple[int, int]]:
+        """By index of an output the slot of a gradient in the tier below, and of its parameter."""
+        if not self._is_eager or self.program.options.offloaded is None:
+            return {}
+        slots, ends = self._slots, enumerate(ends_of(self.program))
+        return {
+            i: (slots[result], slots[owner])
+            for i, (output, owner, result) in ends
+            if output.kind == "gradient" and owner is not None and result is not None and result.target is offload
+        }
+
+    @cached_property
+    def _bwd_taken(self) -> PartRunner:
+        """The backward part whose gradients are taken by a function, which is in the last slot."""
+        part = self._lower_backward(self._calls[2])
+        with_takers(part, self._taken, len(self._slots))
+        return self._part(part, self._slots_of("backward"))
+
     def accumulate(
-        self, saved: SavedEnvs, tangents: Sequence[Values], keep: bool, totals: Totals | None, is_last: bool
-    ) -> tuple[Rows, Sums]:
+        self, saved: SavedEnvs, tangents: Sequence[Values], keep: bool, totals: Totals | None, is_last: bool,
+        takers: Sequence[Taker] = (),
+    ) -> tuple[Rows, Sums]:  # fmt: skip
         """Run the backward part without the reductions that may be deferred, and add to the ``totals`` of earlier runs.
 
         Returns the gradients that are not ``deferred``, and the sums to be reduced later. The last run reduces them and
         returns all gradients and no sums. Else as ``backward``.
         """
-        part = self._deferred.part(totals, is_last)
+        part = self._deferred.part(totals, is_last, bool(takers))
         envs = self._filled(saved.take(keep, part.used_up), tangents)
-        for env in envs:
-            env += [None] * len(self._slots)
+        for env, taker in zip_longest(envs, takers):
+            env += [None] * len(self._slots) + [taker]
         if totals is not None:
             move(totals.sums, envs, len(self._slots))
         self._run(part, envs)
@@ -233,7 +272,7 @@ class Executor(Runner):
     @cached_property
     def _deferred(self) -> Deferred:
         kept = self._slots_of("backward")
-        return Deferred(self._calls[2], self._deferrable, self._slots, kept, self._lower_backward)
+        return Deferred(self._calls[2], self._deferrable, self._slots, kept, self._lower_backward, self._taken)
 
     def keeps_input(self, index: int) -> bool:
         return self._inputs[index] in self._saved

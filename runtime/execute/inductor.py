@@ -18,6 +18,7 @@ from ..comm.failure import waiting
 from ..comm.process_group import in_range
 from .executor import Executor, Rows, SavedEnvs
 from .part import Env, PartRunner, Values
+from .rewrite import Taker
 
 # Random bits wrap modulo 2**64, but indices that Inductor propagates do not. The overlap passes are those that torch
 # recommends; without them every collective starts after all computation.
@@ -49,8 +50,10 @@ class InductorExecutor(Executor):
     def forward(self, inputs: Sequence[Values], computed: Sequence[Values] | None = None) -> tuple[Rows, SavedEnvs]:
         return super().forward(_contiguous(inputs), computed)
 
-    def backward(self, saved: SavedEnvs, tangents: Sequence[Values], keep: bool = False) -> Rows:
-        return super().backward(saved, _contiguous(tangents), keep)
+    def backward(
+        self, saved: SavedEnvs, tangents: Sequence[Values], keep: bool = False, takers: Sequence[Taker] = ()
+    ) -> Rows:
+        return super().backward(saved, _contiguous(tangents), keep, takers)
 
     def _run(self, part: PartRunner, envs: Sequence[Env]) -> None:
         if part not in (self._fwd, self._bwd):

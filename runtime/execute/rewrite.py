@@ -20,6 +20,7 @@ from .lower import SAVE, Collective, PartGraph, Place
 PRODUCTS = (torch.mm, torch.bmm, torch.addmm)
 MOST_UNDER_WAY = {"reduce_scatter": 2, SAVE: 8}  # by kind, of those over the same axes
 LARGE = 1 << 16  # elements of a product that is worth a view of its place in a buffer
+Taker = Callable[[int, Tensor], None]  # takes the index of an output and a rank's shard of it
 SUMS: dict[Any, tuple[Any, str]] = {torch.mm: (torch.addmm, "addmm_"), torch.bmm: (torch.baddbmm, "baddbmm_")}
 
 
@@ -81,6 +82,35 @@ def with_sums(part: PartGraph, open_slots: Collection[int], deferred: Collection
             part.nodes[slot] = graph.call_function(Tensor.add_ if is_own else torch.add, (total, value))
         for each in late:
             each.replace_input_with(value, part.nodes[slot])
+
+
+def with_takers(part: PartGraph, gradients: Mapping[int, tuple[int, int]], takers: int) -> None:
+    """Give gradients to a function as soon as they are there, in place of copying them to the tier below.
+
+    ``gradients``: by index of the program's outputs the slots of the gradient and of its parameter. ``takers``: the
+    slot of the function, which may write the parameter: it is called once the last copy of that has been fetched.
+    """
+    graph, taker = part.graph, part.read(takers)
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for output, (slot, parameter) in gradients.items():
+        copy = part.nodes.pop(slot)
+        assert not copy.users, copy.format_node()
+        gradient: Any = copy.args[1]
+        fetches = part.nodes[parameter].users if parameter in part.nodes else ()
+        last = max([copy, *(_first_reader(each, order) for each in fetches)], key=order.__getitem__)
+        with graph.inserting_after(last):
+            taken = graph.call_function(_take, (taker, output, *gradient))
+        part.places[taken.name] = part.places[copy.name]
+        graph.erase_node(copy)
+
+
+def _first_reader(start: fx.Node, order: Mapping[fx.Node, int]) -> fx.Node:
+    """The first call that reads the result of a transfer, which has been waited for then."""
+    return min(start.users, key=order.__getitem__)
+
+
+def _take(taker: Taker, output: int, gradient: Tensor) -> None:
+    taker(output, gradient)
 
 
 def with_buffers(graph: fx.Graph) -> None:

@@ -26,6 +26,7 @@ from ..execute.deferred import Sums, Totals
 from ..execute.executor import Rows
 from ..execute.part import Values
 from ..tensor.global_tensor import GlobalTensor, new_global_tensor
+from ..tier.stepping import SteppingInBackward
 from .optimizer import StepWatcher
 
 aten = torch.ops.aten
@@ -33,11 +34,15 @@ Reduce = Callable[[Sums], Mapping[int, Tensor]]  # runs the collectives; gradien
 
 
 class Accumulation(StepWatcher):
-    """Counts the backwards before a gradient is read (``_count``); ``_expected`` is the count at the last read."""
+    """Counts the backwards before a gradient is read (``_count``); ``_expected`` is the count at the last read.
+
+    ``stepping``: steps parameters in the backward that runs, which is then the last.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._count = self._expected = 0
+        self.stepping: SteppingInBackward | None = None
 
     def begin_backward(self, parameters: Sequence[Tensor]) -> bool:
         """Count a backward. True if its reductions should wait: another may come before gradients are read."""
@@ -98,6 +103,11 @@ class DeferredReduction:
             gradient = parameter.grad
             gradient._local_tensor = DeferredGradient(deferred, i, initial[i], initial[i].dtype)
         return deferred
+
+    @property
+    def adds_to_others(self) -> bool:
+        """Whether its results are added to gradients from before."""
+        return bool(self._initial)
 
     def take(self) -> Totals | None:
         """The sums, for a backward that adds to them; None without any."""
@@ -177,7 +187,7 @@ def deferred_reduction_of(parameters: Sequence[Tensor], reduce: Reduce) -> Defer
     """The one deferred reduction, by ``reduce``, of the gradients of all these parameters; None if there is none."""
     pieces = [parameter.grad._local_tensor for parameter in parameters if isinstance(parameter.grad, DTensor)]
     deferred = [piece.deferred for piece in pieces if isinstance(piece, DeferredGradient)]
-    is_one = len(deferred) == len(parameters) and all(each is deferred[0] for each in deferred)
+    is_one = bool(deferred) and len(deferred) == len(parameters) and all(each is deferred[0] for each in deferred)
     is_open = is_one and bool(deferred[0]._sums) and deferred[0]._reduce == reduce  # no gradient was read yet
     return deferred[0] if is_open else None
 

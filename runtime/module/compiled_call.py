@@ -35,7 +35,15 @@ from ..execute.executor import Runner, SavedEnvs, without_autocast
 from ..execute.part import Values
 from ..feedback.feedback import Feedback
 from ..tensor.reduction import complete_norms
-from .accumulation import Accumulation, DeferredReduction, deferred_gradient, deferred_reduction_of, separate_rows
+from ..tier.stepping import Gradients
+from .accumulation import (
+    Accumulation,
+    DeferredReduction,
+    deferred_gradient,
+    deferred_reduction_of,
+    reduce_now,
+    separate_rows,
+)
 from .conversion import Conversion, Converter, GatheredParameters, ParameterGather, plain
 from .request import CallRequest
 
@@ -178,12 +186,13 @@ class CompiledCall:
         )
 
     def backward(
-        self, saved: SavedEnvs, gradients: Values, plain: frozenset[int], keep: bool, deferred: Mapping[int, Tensor]
-    ) -> list[Tensor | None]:
+        self, saved: SavedEnvs, gradients: Values, plain: frozenset[int], keep: bool, deferred: Mapping[int, Tensor],
+        stepped: Gradients | None,
+    ) -> list[Tensor | None]:  # fmt: skip
         """Run the backward part: the gradients of all inputs, DTensors but for those whose index is in ``plain``.
 
         ``gradients``: those of the outputs. ``deferred``: the parameters whose gradients may be reduced later, by index
-        of the program's outputs.
+        of the program's outputs. ``stepped``: takes the gradients of parameters, which are not returned.
         """
         residuals = self._residuals()
         starts = self._shards(self._tangents(gradients))
@@ -196,7 +205,12 @@ class CompiledCall:
             columns, reduction = self._accumulate(saved, tangents, keep, deferred)
         else:
             with without_autocast(self.conversion.comm.device):
-                rows = self.runner.backward(saved, tangents, keep)
+                if stepped is None:
+                    rows = self.runner.backward(saved, tangents, keep)
+                elif stepped.totals is None:
+                    rows = self.runner.backward(saved, tangents, keep, stepped.takers)
+                else:
+                    rows, _ = self.runner.accumulate(saved, tangents, keep, stepped.totals, True, stepped.takers)
             columns = list(zip(*separate_rows(rows, starts, self._own_gradients), strict=True))
         for i, residual in residuals.items():
             output = self._indices.residuals[i]
@@ -278,6 +292,33 @@ class CompiledCall:
         """Those of ``accumulated`` whose reduction should wait: all, or none."""
         waits = bool(parameters) and self.accumulation.begin_backward(list(parameters.values()))
         return parameters if waits else {}
+
+    def stepped(self, values: Values, nodes: Sequence[Any], accumulated: Mapping[int, Tensor]) -> Gradients | None:
+        """What steps all parameters as their gradients come. None where the optimizer steps after backward.
+
+        ``values`` and ``nodes`` are as those of ``accumulated``, parameters whose reductions may have been deferred.
+        """
+        stepping, taken = self.accumulation.stepping, self.runner.taken
+        if stepping is None or not taken:
+            return None
+        pairs: list[tuple[int, Any, int]] = [
+            (i, values[i], output) for i, output in self._indices.gradients.items() if output in taken
+        ]
+        if not all(_is_accumulated(nodes[i]) and stepping.steps(parameter) for i, parameter, _ in pairs):
+            return None
+        parameters, totals = {output: parameter for _, parameter, output in pairs}, None
+        before = deferred_reduction_of(list(accumulated.values()), self._reduce)
+        if before is None or before.adds_to_others:
+            reduce_now(parameters.values())
+        else:
+            totals = before.take()
+            for each in accumulated.values():
+                each.grad = None  # it stands for these sums
+        count = len(self.conversion.comm.positions)
+        return Gradients(stepping, self.conversion.tier, parameters, self._gradient, count, totals)
+
+    def _gradient(self, output: int, shards: Sequence[Tensor]) -> Tensor:
+        return self._outputs[output].to_tensor(shards, is_plain=False)
 
     def _accumulate(
         self, saved: SavedEnvs, tangents: Sequence[Values], keep: bool, parameters: Mapping[int, Tensor]
@@ -361,14 +402,18 @@ class ProgramFunction(torch.autograd.Function):
         nodes = [node for node, _ in ctx.next_functions][-len(values) :]
         with torch.no_grad(), telling_others():
             with nullcontext() if call.gate is None else call.gate.telling():
+                if call.accumulation.stepping is not None:
+                    call.accumulation.stepping.begin_backward()
                 ctx.tensors.check(values)
             accumulated = {} if creates_graph else call.accumulated(values, nodes)
             mode = "with create_graph" if creates_graph else "accumulated" if accumulated else "as they are"
+            mode += ", in step_in_backward" if call.accumulation.stepping is not None else ""
             call.enter_backward(ctx.number, gradients, values, mode)
             if call.gather is not None:
                 at_end_of_backward(call.gather.cache.note_backward)
-            deferred = call.deferrable(accumulated)
-            results = call.backward(ctx.saved, gradients, ctx.tensors.plain, retains_graph(), deferred)
+            stepped = None if creates_graph else call.stepped(values, nodes, accumulated)
+            deferred = call.deferrable(accumulated) if stepped is None else {}
+            results = call.backward(ctx.saved, gradients, ctx.tensors.plain, retains_graph(), deferred, stepped)
         if creates_graph:  # RuntimeError if a second derivative is computed through the gradients
             message = b"a gradient of a parallel model has no gradient itself: leave create_graph out"
             refuse: Any = torch._C._functions.DelayedError(message, len(results))

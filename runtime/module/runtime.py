@@ -36,6 +36,7 @@ from ..feedback.feedback import Feedback
 from ..local.groups import Groups
 from ..local.outer import OuterSteps
 from ..tensor.reduction import complete_norms
+from ..tier.stepping import SteppingInBackward
 from .accumulation import Accumulation, reduce_now
 from .call_sizes import CallSizes
 from .compiled_call import Compilation, CompiledCall
@@ -180,6 +181,11 @@ class ModuleRuntime:
     def take_outer_steps(self, groups: Groups, bucket: int, initial: str) -> None:
         """Train as one of several groups, which start alike and meet in outer steps."""
         self.outer = OuterSteps(groups, self.model, bucket, initial, groups.key)
+
+    def step_in_backward(self, stepping: SteppingInBackward | None) -> None:
+        """Let backward step parameters from now on, or no longer. Not where a step counts for more than that."""
+        if self.outer is None and self.feedback.momentum is None:
+            self._accumulation.stepping = stepping
 
     def forget_gathered(self) -> None:
         """Forget what was gathered of parameters: their values may change now."""

@@ -19,6 +19,7 @@ from shardc.schedules.schedule import ALL, COMPUTE, RECEIVES, SENDS, Action
 from ..comm.comm import REDUCE, Comm
 from ..execute.executor import Rows, Runner
 from ..execute.part import Env, Values
+from ..execute.rewrite import Taker
 from ..tier.host import Host
 from .channel import Channel, LocalChannel, Message, MessageId
 from .microbatches import MicrobatchComm
@@ -93,7 +94,9 @@ class PipelineRunner(Runner):
             if node in parameters and not any(value is not None and value.device.type != "cpu" for value in column)
         }  # fmt: skip
 
-    def backward(self, saved: StepGradients, tangents: Sequence[Values], keep: bool = False) -> Rows:
+    def backward(
+        self, saved: StepGradients, tangents: Sequence[Values], keep: bool = False, takers: Sequence[Taker] = ()
+    ) -> Rows:
         """The step's gradients times the loss's gradient in ``tangents``; they are freed unless ``keep`` is set.
 
         That the factor is 1 is seen on the CPU alone: reading it would make the host wait for another device.

@@ -1,0 +1,152 @@
+"""Steps of an optimizer while backward goes on: each parameter's as soon as its gradient is there.
+
+For parameters in the tier below, where steps and copies take longer than backward itself. The optimizer is the user's
+own; its steps of one parameter after the other are the step of all of them, since they read nothing of each other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor, nn, optim
+from torch.optim.optimizer import Optimizer
+
+from shardc.language.errors import OrderError
+
+from ..execute.deferred import Totals
+from .tier import Tier
+
+# Their steps of a parameter read nothing of others, and need no collective where a parameter is cut.
+ELEMENTWISE = (
+    optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW, optim.ASGD, optim.NAdam, optim.RAdam,
+    optim.RMSprop, optim.Rprop, optim.SGD,
+)  # fmt: skip
+WORKER = ThreadPoolExecutor(1, "shardc-step")  # it starts at the first step; a kernel's own threads stay with it
+MOST_WAITING = 2  # gradients, each of which is alive until its step is done
+
+
+class SteppingInBackward:
+    """The steps of an optimizer in one backward, made by a thread. Entered as the block of ``step_in_backward``.
+
+    State: ``stepped``, the parameters whose steps have begun, by id; ``_waiting``, the steps that are not done.
+    """
+
+    def __init__(self, optimizer: Optimizer, attach: Callable[[SteppingInBackward | None], None]) -> None:
+        self.optimizer, self._attach = optimizer, attach
+        self._groups = {id(each): group for group in optimizer.param_groups for each in group["params"]}
+        self._part = _part_of(optimizer)
+        self._waiting: deque[Future[None]] = deque()
+        self.stepped = dict[int, Tensor]()
+
+    def __enter__(self) -> None:
+        self._attach(self)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:  # fmt: skip
+        """Wait for the steps, and step what has a gradient still. After an error nothing more is stepped."""
+        self._attach(None)
+        wait(self._waiting)
+        if error is None:
+            self._finish(0)
+            if any(each.grad is not None for each in self.stepped.values()):
+                raise _read_twice("another part of the loss reads a parameter that is stepped already")
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def steps(self, parameter: Tensor) -> bool:
+        """Whether a parameter is stepped as soon as its gradient is there, which nobody else waits for."""
+        has_hooks = bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+        return type(self.optimizer) in ELEMENTWISE and id(parameter) in self._groups and not has_hooks
+
+    def begin_backward(self) -> None:
+        """OrderError in the second backward of a block."""
+        if self.stepped:
+            raise _read_twice("a second backward begins in its block, or the loss has two calls of the module")
+
+    def step(self, parameter: Tensor, gradient: Callable[[], Tensor]) -> None:
+        """Step a parameter once the thread has called for its gradient."""
+        self.stepped[id(parameter)] = parameter
+        self._finish(MOST_WAITING - 1)
+        self._waiting.append(WORKER.submit(self._step, parameter, gradient))
+
+    def _finish(self, most: int) -> None:
+        while len(self._waiting) > most:
+            self._waiting.popleft().result()
+
+    def _step(self, parameter: Tensor, gradient: Callable[[], Tensor]) -> None:
+        before, parameter.grad = parameter.grad, None
+        parameter.grad = gradient() if before is None else before.add_(gradient())
+        self._part.param_groups = [{**self._groups[id(parameter)], "params": [parameter]}]
+        type(self.optimizer).step(self._part)  # not the method that a scheduler of rates has put on the instance
+        parameter.grad = None
+
+
+class Gradients:
+    """Takes the gradients of a program on the ranks of this process, as they come, and steps their parameters.
+
+    ``tier``: where the parameters are; virtual ranks have none. ``parameters``: by index of the program's outputs.
+    ``gradient_of``: makes a gradient of its shards on all ranks. ``totals``: the sums of backwards before, which are
+    part of the gradients. ``takers``: one for each rank.
+    """
+
+    def __init__(self, stepping: SteppingInBackward, tier: Tier | None, parameters: Mapping[int, Tensor],
+                 gradient_of: Callable[[int, Sequence[Tensor]], Tensor], count: int,
+                 totals: Totals | None) -> None:  # fmt: skip
+        self._stepping, self._tier, self._parameters, self._gradient_of = stepping, tier, parameters, gradient_of
+        self._shards: dict[int, list[Callable[[], Tensor]]] = {}
+        self.takers, self.totals = [self.take] * count, totals
+
+    def take(self, output: int, shard: Tensor) -> None:
+        """Take a rank's shard of a gradient. Ranks come in their order."""
+        shards = self._shards.setdefault(output, [])
+        shards.append((lambda: shard) if self._tier is None else self._tier.lend(shard))
+        if len(shards) == len(self.takers):
+            self._stepping.step(self._parameters[output], partial(self._gradient, output))
+
+    def _gradient(self, output: int) -> Tensor:
+        return self._gradient_of(output, [wait() for wait in self._shards.pop(output)])
+
+
+def step_in_backward(module: nn.Module, optimizer: Optimizer) -> SteppingInBackward:
+    """A block in which backward steps the optimizer, for parameters that are in host memory or in files.
+
+    Each parameter is stepped as soon as its gradient is there, while backward goes on, and its gradient is gone. What
+    is left when the block ends is stepped then: all of it where the module has no ``Zero(offload=...)``, with Inductor,
+    in pipelines, and by an optimizer whose steps read several parameters. The numbers are those of
+    ``loss.backward(); optimizer.step(); optimizer.zero_grad()``, in whose place the block is.
+
+    Nothing can read gradients after it: clip by value in a hook of each parameter, and use no ``GradScaler``.
+
+    Args:
+        module: what ``parallelize`` returned.
+        optimizer: of its parameters, and of others.
+
+    Raises:
+        OrderError: in the block, for a second backward, or a loss that has two calls of the module; after it, if
+            another part of the loss reads a parameter that was stepped. The step is not complete then.
+
+    Examples:
+        >>> import shardc
+        >>> with shardc.step_in_backward(parallel, optimizer):  # doctest: +SKIP
+        ...     loss.backward()
+    """
+    runtime: Any = getattr(module, "shardc", None)
+    attach: Any = getattr(runtime, "step_in_backward", lambda stepping: None)
+    return SteppingInBackward(optimizer, attach)
+
+
+def _part_of(optimizer: Optimizer) -> Any:
+    """An optimizer with the same states, whose parameters can be set."""
+    part = object.__new__(type(optimizer))
+    part.__dict__.update(optimizer.__dict__)
+    return part
+
+
+def _read_twice(problem: str) -> OrderError:
+    remedy = "call optimizer.step() after backward, without the block"
+    return OrderError("step_in_backward", "parameters are stepped once they have gradients", problem, remedy)
