@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,10 @@ import torch
 import torch.distributed as dist
 from gpt import DATA
 from ours import PLANS, SEQUENCE, TENSOR, Plan
+from torch import Tensor
 from trainer import SIZES, Job, Trainer, batches, new_model
 
-from shardc import Mesh, Momentum, Pipeline, Zero
+from shardc import Mesh, Momentum, Pipeline, Zero, step_in_backward
 from shardc.runtime.comm.distributed import start_job
 
 SIZE, STEPS, VIRTUAL_RANKS = SIZES["tiny"], 4, 4
@@ -43,10 +44,11 @@ BELOW = {  # the tier below the device's memory
     f"shardc zero3, {what} in host memory": Plan("dp", DATA, {"zero": Zero("dp", 3, offload=what)})
     for what in ("optimizer", "parameters")
 }
+STEPPED = {f"{name}, stepped in backward": plan for name, plan in BELOW.items()}
 SAVED_BELOW = Plan("tp", TENSOR, {"saved": {"*": "host", "blocks.*": ("tp", "host")}})
 RINGS = Plan("tp", SEQUENCE, {"overlap": "ring"})
 OWN_PLANS = {
-    **PLANS, "shardc zb-v, offloaded": OFFLOADING, **CODED, **BELOW,
+    **PLANS, "shardc zb-v, offloaded": OFFLOADING, **CODED, **BELOW, **STEPPED,
     "shardc tp, saved on the host": SAVED_BELOW, "shardc tp + sequence, in rings": RINGS,
     **{name: Plan("dp", DATA, options) for name, options in FEEDBACK.items()},
 }  # fmt: skip
@@ -91,17 +93,22 @@ def difference(name: str, plan: Any, job: Job) -> float:
     has_experts = name == "shardc ep"
     plain, model = (new_model(SIZE, has_experts).to(job.device) for _ in range(2))
     expected = losses(Trainer(plain, job.adamw(plain.parameters())), job.device)
-    found = losses(plan.trainer(model, job, SIZE), job.device, may_wait=isinstance(job, VirtualJob))
+    trainer, may_wait = plan.trainer(model, job, SIZE), isinstance(job, VirtualJob) or name in STEPPED
+    found = losses(trainer, job.device, may_wait, name in STEPPED)
     return max(abs(one - other) / other for one, other in zip(found, expected, strict=True))
 
 
-def losses(trainer: Trainer, device: str, may_wait: bool = False) -> list[float]:
-    """The loss of each step; unless it may, the host does not wait in the last one, the optimizer's step aside."""
-    results = []
+def losses(trainer: Any, device: str, may_wait: bool = False, is_stepped: bool = False) -> list[float]:
+    """The loss of each step; unless it may, the host does not wait in the last one, the optimizer's step aside.
+
+    ``is_stepped``: backward steps the optimizer.
+    """
+    results, model = list[Tensor](), trainer.model
     for i, microbatches in enumerate(batches(SIZE, device)[:STEPS]):
         with no_wait("cpu" if may_wait or i < STEPS - 1 else device):
-            loss = trainer.model(*microbatches[0])
-            loss.backward()
+            loss = model(*microbatches[0])
+            with step_in_backward(model, trainer.optimizer) if is_stepped else nullcontext():
+                loss.backward()
         trainer.optimizer.step()
         trainer.optimizer.zero_grad()
         results.append(loss)
