@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, fx
 from torch.profiler import record_function
 
+from shardc.ops import tier
+
 from ..comm.comm import put
 from ..comm.process_group import WAIT
 from .lower import SAVE, Collective, PartGraph, Place
 
 PRODUCTS = (torch.mm, torch.bmm, torch.addmm)
-MOST_UNDER_WAY = {"reduce_scatter": 2, SAVE: 8}  # by kind, of those over the same axes
+MOST_UNDER_WAY = {"reduce_scatter": 2, SAVE: tier.MOST_UNDER_WAY}  # by kind, of those over the same axes
 LARGE = 1 << 16  # elements of a product that is worth a view of its place in a buffer
 Taker = Callable[[int, Tensor], None]  # takes the index of an output and a rank's shard of it
 SUMS: dict[Any, tuple[Any, str]] = {torch.mm: (torch.addmm, "addmm_"), torch.bmm: (torch.baddbmm, "baddbmm_")}

@@ -87,9 +87,6 @@ class Tier:
         if x.is_meta:
             return lambda: x
         copy = self._empty_like(x)
-        if not self._host.has_streams:
-            copy.copy_(x)
-            return lambda: copy
         self._host.copy_out(x, copy, is_held=True)
         return partial(self._after, self._host.mark(), copy, x)
 

@@ -8,6 +8,7 @@ that these hold, inputs included.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
@@ -35,8 +36,17 @@ from shardc.ops.attention.ring import TILE, ring_workspace
 from shardc.ops.attention.rules import ring_attention_backward
 from shardc.ops.attention.tiled import TILED, TILED_BACKWARD
 from shardc.ops.contraction import DOT_RINGS, dots_workspace
+from shardc.ops.tier import MOST_UNDER_WAY, offload
 from shardc.program.collective import mask_padding
-from shardc.program.communication import goes_round, is_collective, is_gathered_early, local_types, num_chunks, ring_of
+from shardc.program.communication import (
+    goes_round,
+    is_collective,
+    is_gathered_early,
+    is_saved,
+    local_types,
+    num_chunks,
+    ring_of,
+)
 from shardc.program.lifetime import Parts, owners_of, split, stored_below
 from shardc.program.node import ancestors, arguments, is_getitem, operand
 from shardc.program.program import Program, Value, parameters_of
@@ -125,8 +135,17 @@ class _Replay:
         return self.ledger
 
     def run_calls(self, calls: CallsWithDeaths, env: Env, base: Env, unchanged: Collection[fx.Node] = ()) -> None:
-        """Run calls, of which those ``unchanged`` return their operand."""
+        """Run calls, of which those ``unchanged`` return their operand.
+
+        What goes to the tier below is held until its copy is waited for, at the latest when all calls have run.
+        """
+        leaving = deque[Blocks]()
         for node, dead in calls:
+            if node.target is offload and is_saved(node):
+                if len(leaving) == MOST_UNDER_WAY:
+                    self.ledger.drop(leaving.popleft())
+                leaving.append(find(env, base, operand(node)))
+                self.ledger.hold(leaving[-1])
             blocks = find(env, base, operand(node)) if node in unchanged else self._results(env, base, node)
             self.ledger.put(env, node, blocks)
             work = self._workspace(node)
@@ -134,6 +153,8 @@ class _Replay:
             self.ledger.end_call(node)
             self.ledger.drop(work)
             self.ledger.free(env, dead)
+        for blocks in leaving:
+            self.ledger.drop(blocks)
 
     def _results(self, env: Env, base: Env, node: fx.Node) -> Blocks:
         """The blocks of a call's results: new ones, or those of the operand that a view shows."""

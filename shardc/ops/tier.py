@@ -21,5 +21,6 @@ def offload(x: Tensor, to: str | None = None) -> Tensor:
 
 
 TRANSFERS = (fetch, offload)
+MOST_UNDER_WAY = 8  # copies of what is saved; what is copied lives on the device until computation waits for the copy
 
 rule(TRANSFERS, "... -> ...", linear="0")
