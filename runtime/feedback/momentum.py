@@ -14,10 +14,9 @@ from torch.optim.optimizer import Optimizer
 from shardc.language.errors import OrderError, ShardingError
 from shardc.options import Momentum
 
-from ..module.optimizer import StepWatcher, check_unscaling
+from ..module.optimizer import VARIANCE_STEPS, StepWatcher, check_unscaling
 
 Parameters = Callable[[], Mapping[str, Tensor]]
-VARIANCE_STEPS = "variance_steps"  # of a parameter's state
 
 
 class MomentumSteps(StepWatcher):

@@ -56,6 +56,7 @@ class StepWatcher:
         """Raise an error if the gradients of an optimizer's parameters cannot be unscaled."""
 
 
+VARIANCE_STEPS = "variance_steps"  # in a state of 1-bit Adam: how many gradients a variance is made of
 _watchers: weakref.WeakSet[StepWatcher] = weakref.WeakSet()
 _copied: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that were parallelized
 _seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -128,6 +129,8 @@ def _cut_loaded_state(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Store as its parameter what was loaded of an optimizer's state; a new dict of it says that it was loaded."""
     if _cut.get(optimizer) is optimizer.state:
         return
+    if not _watchers_of(optimizer, [each for each in _watchers if each.sees_begin]):
+        _count_all_steps(optimizer)
     for parameter, values in optimizer.state.items():
         if isinstance(parameter, GlobalTensor) and isinstance(values, dict):
             for key, each in values.items():
@@ -135,6 +138,16 @@ def _cut_loaded_state(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                     if not _is_stored_as(each, parameter):
                         values[key] = torch.empty_like(parameter, dtype=each.dtype).copy_(each)
     _cut[optimizer] = optimizer.state
+
+
+def _count_all_steps(optimizer: Optimizer) -> None:
+    """Let torch's Adam go on from a state of 1-bit Adam: it takes a variance for one of as many gradients as steps."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            if (renewed := state.pop(VARIANCE_STEPS, None)) is not None:
+                weights = (1 - group["betas"][1] ** float(steps) for steps in (state["step"], renewed))
+                state["exp_avg_sq"].mul_(next(weights) / next(weights))
 
 
 def _is_stored_as(state: Tensor, parameter: GlobalTensor) -> bool:

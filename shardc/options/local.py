@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardc.language.errors import OptionError, did_you_mean
 from shardc.language.mesh import Mesh
-from shardc.wire import EXAMPLES, codec_named, is_codec
+from shardc.wire import EXAMPLES, Wire, codec_named, is_codec
 
 from .axis import check_axis
 from .pipeline import Pipeline
@@ -70,7 +70,7 @@ class Local:
         """As the user writes it."""
         return f"Local({self.axis!r}, every={self.every})"
 
-    def check(self, mesh: Mesh, zero: Zero | None, pipeline: Pipeline | None, momentum: Any) -> None:
+    def check(self, mesh: Mesh, zero: Zero | None, pipeline: Pipeline | None, momentum: Any, wire: Wire | None) -> None:
         """Raise an OptionError if it does not fit the mesh or the other options."""
         check_axis(self.text, self.axis, mesh)
         if self.groups is not None and mesh.axis_size(self.axis) not in (1, self.groups):
@@ -84,6 +84,10 @@ class Local:
         if zero is not None and self.axis in zero.axes:
             problem = "a group has all of its parameters"
             raise OptionError(self.text, f"with {zero.text}", problem, "name another axis in one of them")
+        coded = next((key for key in wire or {} if self.axis in key.split()), None)
+        if wire and coded is not None:
+            what, problem = f"with wire={{{coded!r}: {wire[coded]!r}}}", "all that it sends is changes of parameters"
+            raise OptionError(self.text, what, problem, f"say Local(..., wire={wire[coded]!r}) in place of it")
         if momentum is not None:
             what, problem = f"with {momentum.text}", "what its steps send is no change of parameters"
             raise OptionError(self.text, what, problem, "leave momentum out")

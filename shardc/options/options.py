@@ -112,7 +112,7 @@ class Options:
         if self.momentum is not None:
             self.momentum.check(mesh, self.wire, self.zero, self.pipeline)
         if self.local is not None:
-            self.local.check(mesh, self.zero, self.pipeline, self.momentum)
+            self.local.check(mesh, self.zero, self.pipeline, self.momentum, self.wire)
         if self.zero and self.pipeline and self.pipeline.axis in self.zero.axes:
             what, problem = f"with Pipeline({self.pipeline.axis!r})", "a parameter is held by the ranks of one stage"
             raise OptionError(f"Zero({self.zero.axis!r})", what, problem, "name another axis in one of them")

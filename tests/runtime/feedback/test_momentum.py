@@ -269,6 +269,38 @@ def test_states_of_torch_and_copies_go_on(is_copy: bool) -> None:
 
 
 @pytest.mark.usefixtures("lossless")
+def test_adam_without_the_option_goes_on_with_the_rates_of_the_last_step() -> None:
+    """Its bias correction counts steps, of which the variance has seen a few: unless it is scaled, steps are larger."""
+    data, steps = batches(torch.float64), 8
+    parallel = shardc.parallelize(
+        net(torch.float64), Mesh(dp=2), {"x": P("dp")}, wire={"dp": LOSSLESS}, momentum=Momentum(2)
+    )
+    optimizer = torch.optim.AdamW(parallel.parameters(), **OPTIONS)  # type: ignore[arg-type]
+    for x in data[:steps]:
+        optimizer.zero_grad()
+        parallel(x).backward()
+        optimizer.step()
+    plain = net(torch.float64)
+    plain.load_state_dict(parallel.state_dict())
+    before = [each.detach().clone() for each in plain.parameters()]
+    other = torch.optim.AdamW(plain.parameters(), **OPTIONS)  # type: ignore[arg-type]
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    plain(data[steps]).backward()
+    other.step()
+    beta1, beta2 = OPTIONS["betas"]  # type: ignore[misc]
+    for parameter, old, of_sent in zip(plain.parameters(), before, optimizer.state.values(), strict=True):
+        renewed = float(of_sent["variance_steps"])
+        assert renewed < steps and parameter.grad is not None
+        unbiased = of_sent["exp_avg_sq"] / (1 - beta2**renewed) * (1 - beta2**steps)
+        variance = beta2 * unbiased + (1 - beta2) * parameter.grad.square()
+        first = of_sent["exp_avg"].lerp(parameter.grad, 1 - beta1) / (1 - beta1 ** (steps + 1))
+        deviation = (variance / (1 - beta2 ** (steps + 1))).sqrt() + 1e-8
+        lr, decay = OPTIONS["lr"], OPTIONS["weight_decay"]
+        wanted = old * (1 - lr * decay) - lr * first / deviation  # type: ignore[operator]
+        torch.testing.assert_close(parameter.detach(), wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.usefixtures("lossless")
 def test_a_parameter_that_is_frozen_on_the_way_leaves_the_others_as_they_are() -> None:
     parallel = shardc.parallelize(
         net(torch.float64), Mesh(dp=2), {"x": P("dp")}, wire={"dp": LOSSLESS}, momentum=Momentum(4, every=2)

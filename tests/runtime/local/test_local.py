@@ -423,6 +423,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a parameter cut by it": ({"annotations": {"up.weight": P("dc")}}, "groups along dc have all parameters"),
     "minor to another axis": ({"annotations": {"x": P(("dp", "dc"))}}, "name 'dc' before its other axes"),
     "parts of other sizes": ({"args": (torch.ones(7, 6).double(),)}, "2 groups have equal parts of it"),
+    "codes of its own": ({"wire": {"dc gradients": "int8"}}, r"say Local\(..., wire='int8'\) in place of it"),
     "other groups": ({"local": Local("dc", 4, groups=3)}, "there are 2 along dc"),
     "no option": ({"local": 20}, "it is no shardc.Local"),
 }
