@@ -148,7 +148,7 @@ def _count_first(program: Program) -> None:
 
 
 def _put_off(part: Sequence[fx.Node]) -> list[fx.Node]:
-    """The order in which calls that no collective needs run while one is under way."""
+    """The order in which calls that no collective needs run while one is under way, and before a ring at the latest."""
     within = set(part)
     waited = {node for node in part if _is_sent(node) and _is_awaited(node, within)}
     urgent = ancestors(*waited)
@@ -157,7 +157,7 @@ def _put_off(part: Sequence[fx.Node]) -> list[fx.Node]:
     pending: set[fx.Node] = set()  # what is put off, and collectives under way
     for node in part:
         is_urgent = node in urgent
-        if is_urgent and not pending.isdisjoint(node.all_input_nodes):
+        if is_urgent and (node.target in GO_ROUND or not pending.isdisjoint(node.all_input_nodes)):
             order += later
             later, pending = [], set()
         (order if is_urgent else later).append(node)
