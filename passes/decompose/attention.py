@@ -14,8 +14,10 @@ from shardc.language.errors import ShardingError
 from shardc.language.mesh import NO_RING
 from shardc.language.sharding import TensorType, ceil_div, num_shards
 from shardc.ops.attention.mask import has_rows
-from shardc.ops.attention.ring import POSITIONS, Ring, ring_bytes
+from shardc.ops.attention.kernels import TILED_FAMILY
+from shardc.ops.attention.ring import POSITIONS, Ring, ring_bytes, wide_dims
 from shardc.ops.attention.rules import BACKWARD, FORWARD, RINGS, ring_attention, ring_attention_backward
+from shardc.ops.attention.tiled import TILED_MASK_BACKWARD
 from shardc.ops.zigzag import zigzag
 from shardc.options import GATHER, RING, ULYSSES
 from shardc.program.program import Program
@@ -123,10 +125,13 @@ def _ring(along: Along) -> tuple[Ring, list[Placed]]:
     ring = replace(ring, dropout=given.get("dropout_p", 0.0), draw=given.get("draw", 0))
     if mask is None:
         return ring, []
+    if along.node.target is TILED_MASK_BACKWARD:
+        ring = replace(ring, of_mask=wide_dims(along.emit.shape(mask)))
     made, leaves = mask_program(program, mask)
     if not leaves:
         return ring, []
-    return replace(ring, travels=travels and not made.may_lower, made_by=astuple(made)), leaves
+    travels = travels and (ring.family == TILED_FAMILY or not made.may_lower)
+    return replace(ring, travels=travels, made_by=astuple(made)), leaves
 
 
 def _in_place(along: Along) -> Results:
@@ -151,18 +156,20 @@ def _grad(along: Along) -> str:
 
 
 def as_ring(
-    along: Along, in_zigzag: tuple[bool, bool] = (False, False), operands: Mapping[str, fx.Node] | None = None
-) -> Results:
+    along: Along, in_zigzag: tuple[bool, bool] = (False, False), operands: Mapping[str, fx.Node] | None = None,
+    is_mask_in_zigzag: bool = False,
+) -> Results:  # fmt: skip
     """The op as a ring.
 
-    ``in_zigzag``: whether queries, and keys, are in zigzag; the mask is in order. ``operands``: stand for the op's own.
+    ``in_zigzag``: whether queries, and keys, are in zigzag; the mask is in order, unless it is given as it is and
+    ``is_mask_in_zigzag``. ``operands``: stand for the op's own.
     """
     emit, given, (ring, made_of) = along.emit, {**along.given, **(operands or {})}, _ring(along)
     ring = replace(ring, in_zigzag=in_zigzag)
     leaves = [
         as_wide(emit, leaf, *each) for leaf, each in zip(ring.mask.leaves if ring.mask else (), made_of, strict=True)
     ]
-    if in_zigzag[0]:
+    if in_zigzag[0] and not is_mask_in_zigzag:
         leaves = [emit(zigzag, x, ROWS, 1, 1, ring.count, True) if has_rows(emit.shape(x)) else x for x in leaves]
     leaves += [given["random"], given["first"]] if ring.dropout else []
     q, k, v = (given[name] for name in ("query", "key", "value"))
@@ -184,7 +191,7 @@ def no_ring(program: Program) -> list[str]:
     if program.options.attention != RING or any(target in RINGS for target in targets):
         return []
     is_fused = any(target in FORWARD for target in targets)
-    why = "none has its positions cut" if is_fused else "softmax is written out, or masks have gradients"
+    why = "none has its positions cut" if is_fused else "softmax is written out, or a function changes scores"
     remedy = "cut positions of an input" if is_fused else "write F.scaled_dot_product_attention, in transformers 'sdpa'"
     return [f"{NO_RING}, as {why}: {remedy}"]
 

@@ -27,6 +27,7 @@ from shardc.language.errors import ShardingError
 from shardc.language.partition import P
 from shardc.language.rule import Dims, Rule
 from shardc.language.sharding import WHOLE
+from shardc.ops.attention.mask import AS_IT_IS, has_rows
 from shardc.ops.attention.ring import POSITIONS
 from shardc.ops.attention.rules import FORWARD, is_attention
 from shardc.ops.zigzag import in_order, zigzag
@@ -36,6 +37,7 @@ from shardc.program.program import Pin, Program, Value
 
 from ..decompose.along import Along
 from ..decompose.attention import as_ring
+from ..decompose.mask import mask_program
 from ..emitter import Emitter
 
 ANNOTATE = torch.ops.shardc.annotate.default
@@ -220,29 +222,38 @@ class _Order:
         given, program = arguments(node), self.program
         q, k, v = (given[name] for name in ("query", "key", "value"))
         orders = [self._own(program.value(x)) for x in (q, k)]
-        mask = given.get("grad_input_mask")
+        gradients = given.get("grad_input_mask")
         folds = [fold for own in orders for dim, fold in own.items() if dim == POSITIONS and _is_plain(fold)]
-        is_ring = folds and all(dim == POSITIONS for own in orders for dim in own) and not (mask and mask[3])
+        is_ring = folds and all(dim == POSITIONS for own in orders for dim in own) and not (gradients and gradients[3])
         if is_ring and program.options.attention == ULYSSES:
             raise _whole_positions(program, node, folds[0])
         of_queries, of_keys = (self._in_ring(own, folds[0]) if is_ring else {} for own in orders)
         wanted = {q: of_queries, k: of_keys, v: of_keys}
         of_each = ("grad_out", "grad_out_", "out", "logsumexp", "first")
         wanted |= {given[name]: of_queries for name in of_each if name in given}
+        mask = given.get("attn_mask") or given.get("attn_bias")
+        in_rows = self._in_rows(mask, of_queries)
+        is_made = bool(in_rows) and not self.is_data[program.value(mask)[0]] and mask_program(program, mask)[0] == AS_IT_IS
+        wanted |= {mask: in_rows} if is_made else {}
         for operand in filter(None, operands(node)):
             node.replace_input_with(operand, self.get(operand, wanted.get(operand, {})))
         if not is_ring:
             return
         along = Along(Emitter(program, node), POSITIONS, folds[0].count)
-        results = as_ring(along, (bool(of_queries), bool(of_keys)))
+        results = as_ring(along, (bool(of_queries), bool(of_keys)), is_mask_in_zigzag=is_made)
         assert isinstance(results, list)
         program.replace(node, results)
-        of_results = (of_queries,) * 2 if node.target in FORWARD else (of_queries, of_keys, of_keys)
+        of_results = (of_queries,) * 2 if node.target in FORWARD else (of_queries, of_keys, of_keys, in_rows)
         for result, own in zip(results, of_results, strict=False):
             if result is not None and own:
                 self.folds[program.value(result)] = own
         for result in filter(None, results):
             self.is_data.setdefault(program.value(result)[0], False)
+
+    def _in_rows(self, mask: fx.Node | None, of_queries: Folds) -> Folds:
+        """The order of a mask whose rows are in that of queries."""
+        shape = () if mask is None else self.program.type(mask).shape
+        return {len(shape) - 2: fold for fold in of_queries.values()} if has_rows(shape) else {}
 
     @staticmethod
     def _in_ring(own: Folds, fold: Fold) -> Folds:

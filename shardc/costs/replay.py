@@ -31,9 +31,9 @@ from shardc.language.sharding import TensorType, ceil_div, chunk_of, num_shards
 from shardc.language.words import PARTS, Part
 from shardc.ops.attention.kernels import TILED_FAMILY
 from shardc.ops.attention.products import tiled_workspace
-from shardc.ops.attention.ring import TILE, ring_workspace
+from shardc.ops.attention.ring import TILE, mask_workspace, ring_workspace
 from shardc.ops.attention.rules import ring_attention_backward
-from shardc.ops.attention.tiled import TILED, TILED_BACKWARD
+from shardc.ops.attention.tiled import TILED, TILED_BACKWARD, TILED_MASK_BACKWARD
 from shardc.ops.contraction import DOT_RINGS, dots_workspace
 from shardc.program.collective import mask_padding
 from shardc.program.communication import goes_round, is_collective, is_gathered_early, local_types, num_chunks, ring_of
@@ -149,16 +149,18 @@ class _Replay:
     def _workspace(self, node: fx.Node) -> Blocks:
         """What a call holds besides operands and results while it runs: keys and values that come round, and scores."""
         ring, nbytes = ring_of(node), 0
-        is_backward = node.target in (ring_attention_backward, TILED_BACKWARD)
+        is_backward = node.target in (ring_attention_backward, TILED_BACKWARD, TILED_MASK_BACKWARD)
         if ring is not None and is_collective(node):
             nbytes += ring_workspace(ring, *self._types(goes_round(node)[:2]), is_backward=is_backward)
         if node.target in DOT_RINGS:
             types = local_types(self.program, node)
             nbytes += dots_workspace(node.target, node.args, num_chunks(self.program, node), *types)
-        if node.target in (TILED, TILED_BACKWARD) or (ring is not None and ring.family == TILED_FAMILY):
+        if node.target in (TILED, TILED_BACKWARD, TILED_MASK_BACKWARD) or (ring is not None and ring.family == TILED_FAMILY):
             q, k = self._types([each for each in node.args if isinstance(each, fx.Node)][is_backward:][:2])
             dropout = ring.dropout if ring is not None else arguments(node)["dropout_p"]
             nbytes += tiled_workspace(q, k, TILE, dropout, is_backward=is_backward)
+        if node.target is TILED_MASK_BACKWARD or (ring is not None and ring.of_mask):
+            nbytes += mask_workspace(self.program.local_type(node, 3))
         return (Block((node, -1), nbytes, "working"),) if nbytes else ()
 
     def _types(self, nodes: Iterable[fx.Node]) -> list[TensorType]:

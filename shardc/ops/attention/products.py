@@ -49,12 +49,18 @@ class Dropout:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What becomes of scores: they are multiplied by ``scale``, and a ``mask`` is added."""
+    """What becomes of scores: they are multiplied by ``scale``, and a ``mask`` is added.
+
+    ``shift``: what the logsumexp of each query is given less of, ``[..., queries, 1]``. ``of_mask``: to which backward
+    adds the gradient of the mask.
+    """
 
     mask: Tensor | None
     is_causal: bool
     scale: float | None
     dropout: Dropout | None = None
+    shift: Tensor | None = None
+    of_mask: Tensor | None = None
 
     @property
     def hidden(self) -> Tensor:
@@ -71,14 +77,16 @@ class Scores:
         """By default 1 / sqrt(head size)."""
         return q.shape[-1] ** -0.5 if self.scale is None else self.scale
 
-    def of(self, heads: Heads, shape: torch.Size) -> tuple[Any, ...]:
-        """What ``_to_probabilities`` needs for the scores of some heads, which have a shape."""
-        mask = self.mask
-        if mask is not None and mask.ndim == len(shape):
-            mask = mask[
-                tuple(slice(None) if size == 1 else some for size, some in zip(mask.shape, heads, strict=False))
-            ]
-        return mask, self.is_causal, None if self.dropout is None else self.dropout.of(heads)
+    def of(self, heads: Heads) -> tuple[Any, ...]:
+        """What ``_to_probabilities`` needs for the scores of some heads."""
+        mask, shift = _of_mask(self.mask, heads), _of_mask(self.shift, heads)
+        return mask, shift, self.is_causal, None if self.dropout is None else self.dropout.of(heads)
+
+    def add_gradient(self, ds: Tensor, heads: Heads) -> None:
+        """Add the gradients of the scores of some heads to that of the mask."""
+        of_mask = _of_mask(self.of_mask, heads)
+        if of_mask is not None:
+            of_mask += ds.sum_to_size(of_mask.shape)
 
 
 class Products:
@@ -94,7 +102,7 @@ class Products:
         for of_queries, of_keys in _some_heads(q, k):
             some_k, some_v = (_wide(x[of_keys]) for x in (k, v))
             p = _of_heads(_wide(q[of_queries]) * scores.scale_of(q), some_k.mT)
-            lse[of_queries], total = fastest(_to_probabilities, q.device)(p, *scores.of(of_queries, p.shape))
+            lse[of_queries], total = fastest(_to_probabilities, q.device)(p, *scores.of(of_queries))
             out[of_queries] = _of_heads(p, some_v) * (scores.factor / total)
             del p  # before the next are made
         return out, lse
@@ -111,7 +119,8 @@ class Products:
             delta = (some_grad * out[of_queries]).sum(-1)
             some_grad = some_grad * scores.factor
             p, ds = _of_heads(some_q, some_k.mT), _of_heads(some_grad, some_v.mT)
-            fastest(_to_gradients, q.device)(p, ds, lse[of_queries], delta, *scores.of(of_queries, p.shape))
+            fastest(_to_gradients, q.device)(p, ds, lse[of_queries], delta, *scores.of(of_queries))
+            scores.add_gradient(ds, of_queries)
             dv[of_keys] += _of_keys(p, some_grad, some_v)
             dq[of_queries] = _of_heads(ds, some_k) * scores.scale_of(q)
             dk[of_keys] += _of_keys(ds, some_q, some_k)
@@ -126,8 +135,9 @@ def fastest(function: Callable[..., Any], device: torch.device) -> Callable[...,
 
 
 def _to_probabilities(
-    s: Tensor, mask: Tensor | None, is_causal: bool, dropout: tuple[Tensor, Tensor, int, float] | None
-) -> tuple[Tensor, Tensor]:
+    s: Tensor, mask: Tensor | None, shift: Tensor | None, is_causal: bool,
+    dropout: tuple[Tensor, Tensor, int, float] | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Turn scores into probabilities, in place, with dropout and not yet divided by their sum.
 
     Returns the logsumexp, and the sum as ``[..., queries, 1]``, 1 for a query that sees no key.
@@ -139,11 +149,12 @@ def _to_probabilities(
     total = s.sum(-1, keepdim=True)
     if dropout is not None:
         s.mul_(_kept(s, *dropout))
+    largest = largest if shift is None else largest - shift
     return (total.log() + largest).squeeze(-1), total.masked_fill(total == 0, 1.0)
 
 
 def _to_gradients(
-    s: Tensor, ds: Tensor, lse: Tensor, delta: Tensor, mask: Tensor | None, is_causal: bool,
+    s: Tensor, ds: Tensor, lse: Tensor, delta: Tensor, mask: Tensor | None, shift: Tensor | None, is_causal: bool,
     dropout: tuple[Tensor, Tensor, int, float] | None,
 ) -> None:  # fmt: skip
     """Turn scores into probabilities with dropout, and the gradients of these into those of scores, in place.
@@ -151,11 +162,20 @@ def _to_gradients(
     ``delta``: for each query the product of its result and the gradient of that.
     """
     _show(s, mask, is_causal)
+    if shift is not None:
+        s.sub_(shift)
     s.sub_(lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp_()
     kept = None if dropout is None else _kept(s, *dropout)
     (ds if kept is None else ds.mul_(kept)).sub_(delta.unsqueeze(-1)).mul_(s)
     if kept is not None:
         s.mul_(kept)
+
+
+def _of_mask(mask: Tensor | None, heads: Heads) -> Tensor | None:
+    """What a mask, or a tensor of its dims, has for some heads."""
+    if mask is None or mask.ndim < 4:
+        return mask
+    return mask[tuple(slice(None) if size == 1 else some for size, some in zip(mask.shape, heads, strict=False))]
 
 
 def _show(s: Tensor, mask: Tensor | None, is_causal: bool) -> None:
