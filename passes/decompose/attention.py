@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, replace
 from math import gcd
 from typing import Any
@@ -13,17 +13,15 @@ from torch import fx
 from shardc.language.errors import ShardingError
 from shardc.language.mesh import NO_RING
 from shardc.language.sharding import TensorType, ceil_div, num_shards
-from shardc.ops.attention.mask import has_rows
 from shardc.ops.attention.kernels import TILED_FAMILY
 from shardc.ops.attention.ring import POSITIONS, Ring, ring_bytes, wide_dims
 from shardc.ops.attention.rules import BACKWARD, FORWARD, RINGS, ring_attention, ring_attention_backward
 from shardc.ops.attention.tiled import TILED_MASK_BACKWARD
-from shardc.ops.zigzag import zigzag
 from shardc.options import GATHER, RING, ULYSSES
 from shardc.program.program import Program
 
 from .along import Along, Results, Windowed
-from .mask import ROWS, Placed, as_wide, mask_program
+from .mask import Placed, as_wide, mask_program
 from .share_heads import HEADS, Shared, with_heads, with_positions
 
 
@@ -127,7 +125,7 @@ def _ring(along: Along) -> tuple[Ring, list[Placed]]:
         return ring, []
     if along.node.target is TILED_MASK_BACKWARD:
         ring = replace(ring, of_mask=wide_dims(along.emit.shape(mask)))
-    made, leaves = mask_program(program, mask)
+    made, leaves = mask_program(program, mask, ring.family == TILED_FAMILY)
     if not leaves:
         return ring, []
     travels = travels and (ring.family == TILED_FAMILY or not made.may_lower)
@@ -157,20 +155,18 @@ def _grad(along: Along) -> str:
 
 def as_ring(
     along: Along, in_zigzag: tuple[bool, bool] = (False, False), operands: Mapping[str, fx.Node] | None = None,
-    is_mask_in_zigzag: bool = False,
+    order: Callable[[fx.Node], fx.Node] = lambda leaf: leaf,
 ) -> Results:  # fmt: skip
     """The op as a ring.
 
-    ``in_zigzag``: whether queries, and keys, are in zigzag; the mask is in order, unless it is given as it is and
-    ``is_mask_in_zigzag``. ``operands``: stand for the op's own.
+    ``in_zigzag``: whether queries, and keys, are in zigzag. ``operands``: stand for the op's own. ``order``: brings the
+    rows of what the mask is made of, ``[samples, heads, rows, columns]``, into the order of queries.
     """
     emit, given, (ring, made_of) = along.emit, {**along.given, **(operands or {})}, _ring(along)
     ring = replace(ring, in_zigzag=in_zigzag)
     leaves = [
-        as_wide(emit, leaf, *each) for leaf, each in zip(ring.mask.leaves if ring.mask else (), made_of, strict=True)
+        order(as_wide(emit, leaf, *each)) for leaf, each in zip(ring.mask.leaves if ring.mask else (), made_of, strict=True)
     ]
-    if in_zigzag[0] and not is_mask_in_zigzag:
-        leaves = [emit(zigzag, x, ROWS, 1, 1, ring.count, True) if has_rows(emit.shape(x)) else x for x in leaves]
     leaves += [given["random"], given["first"]] if ring.dropout else []
     q, k, v = (given[name] for name in ("query", "key", "value"))
     fixed, more = ((), POSITIONS, ring.values), emit.program.types(along.node)

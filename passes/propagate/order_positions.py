@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import fx
@@ -27,9 +28,10 @@ from shardc.language.errors import ShardingError
 from shardc.language.partition import P
 from shardc.language.rule import Dims, Rule
 from shardc.language.sharding import WHOLE
-from shardc.ops.attention.mask import AS_IT_IS, has_rows
+from shardc.ops.attention.mask import has_rows
 from shardc.ops.attention.ring import POSITIONS
 from shardc.ops.attention.rules import FORWARD, is_attention
+from shardc.ops.attention.tiled import TILED_MASK_BACKWARD
 from shardc.ops.zigzag import in_order, zigzag
 from shardc.options import ULYSSES
 from shardc.program.node import arguments, is_annotation, operands, set_operands
@@ -37,7 +39,6 @@ from shardc.program.program import Pin, Program, Value
 
 from ..decompose.along import Along
 from ..decompose.attention import as_ring
-from ..decompose.mask import mask_program
 from ..emitter import Emitter
 
 ANNOTATE = torch.ops.shardc.annotate.default
@@ -231,28 +232,34 @@ class _Order:
         wanted = {q: of_queries, k: of_keys, v: of_keys}
         of_each = ("grad_out", "grad_out_", "out", "logsumexp", "first")
         wanted |= {given[name]: of_queries for name in of_each if name in given}
-        mask = given.get("attn_mask") or given.get("attn_bias")
-        in_rows = self._in_rows(mask, of_queries)
-        is_made = bool(in_rows) and not self.is_data[program.value(mask)[0]] and mask_program(program, mask)[0] == AS_IT_IS
-        wanted |= {mask: in_rows} if is_made else {}
         for operand in filter(None, operands(node)):
             node.replace_input_with(operand, self.get(operand, wanted.get(operand, {})))
         if not is_ring:
             return
         along = Along(Emitter(program, node), POSITIONS, folds[0].count)
-        results = as_ring(along, (bool(of_queries), bool(of_keys)), is_mask_in_zigzag=is_made)
+        results = as_ring(along, (bool(of_queries), bool(of_keys)), order=partial(self._with_rows, of_queries))
         assert isinstance(results, list)
         program.replace(node, results)
-        of_results = (of_queries,) * 2 if node.target in FORWARD else (of_queries, of_keys, of_keys, in_rows)
+        of_results = (of_queries,) * 2 if node.target in FORWARD else (of_queries, of_keys, of_keys, self._of_rows(node, of_queries))
         for result, own in zip(results, of_results, strict=False):
             if result is not None and own:
                 self.folds[program.value(result)] = own
         for result in filter(None, results):
             self.is_data.setdefault(program.value(result)[0], False)
 
-    def _in_rows(self, mask: fx.Node | None, of_queries: Folds) -> Folds:
-        """The order of a mask whose rows are in that of queries."""
-        shape = () if mask is None else self.program.type(mask).shape
+    def _with_rows(self, of_queries: Folds, leaf: fx.Node) -> fx.Node:
+        """What a mask is made of with its rows in the order of queries, computed so where it is no data."""
+        type_ = self.program.type(leaf)
+        if not of_queries or not has_rows(type_.shape):
+            return leaf
+        if type_.dtype.is_floating_point and type_.shape[-1] > 1:
+            return self.get(leaf, of_queries)
+        return Emitter(self.program, leaf)(zigzag, leaf, POSITIONS, 1, 1, of_queries[POSITIONS].count, True)
+
+    def _of_rows(self, node: fx.Node, of_queries: Folds) -> Folds:
+        """The order of the gradient of a mask whose rows are in that of queries."""
+        type_ = self.program.types(node)[3] if node.target is TILED_MASK_BACKWARD else None
+        shape = () if type_ is None else type_.shape
         return {len(shape) - 2: fold for fold in of_queries.values()} if has_rows(shape) else {}
 
     @staticmethod

@@ -159,8 +159,9 @@ class _Replay:
             q, k = self._types([each for each in node.args if isinstance(each, fx.Node)][is_backward:][:2])
             dropout = ring.dropout if ring is not None else arguments(node)["dropout_p"]
             nbytes += tiled_workspace(q, k, TILE, dropout, is_backward=is_backward)
-        if node.target is TILED_MASK_BACKWARD or (ring is not None and ring.of_mask):
-            nbytes += mask_workspace(self.program.local_type(node, 3))
+        has_mask = node.target is TILED_MASK_BACKWARD or (ring is not None and ring.of_mask)
+        if has_mask and (of_mask := self.program.local_type(node, 3)):
+            nbytes = mask_workspace(of_mask, nbytes)
         return (Block((node, -1), nbytes, "working"),) if nbytes else ()
 
     def _types(self, nodes: Iterable[fx.Node]) -> list[TensorType]:

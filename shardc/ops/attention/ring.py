@@ -311,7 +311,10 @@ def ring_workspace(ring: Ring, keys: TensorType, values: TensorType, *, is_backw
     return 2 * foreign * chunk + sums
 
 
-def mask_workspace(of_mask: TensorType | None) -> int:
-    """Bytes of the sums that become the gradient of a mask, where it has another dtype."""
-    wide = 0 if of_mask is None else wide_dtype(of_mask.dtype).itemsize
-    return 0 if of_mask is None or wide == of_mask.dtype.itemsize else of_mask.numel * wide
+def mask_workspace(of_mask: TensorType, nbytes: int) -> int:
+    """Bytes held besides results, where ``nbytes`` are without the gradient of a mask.
+
+    In 2 bytes its sums are wider, and it is made of them at the end, when nothing else is held.
+    """
+    wide = wide_dtype(of_mask.dtype).itemsize
+    return nbytes if wide == of_mask.dtype.itemsize else of_mask.numel * wide + max(0, nbytes - of_mask.nbytes)

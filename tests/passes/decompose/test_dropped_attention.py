@@ -23,7 +23,14 @@ from shardc.api import Compiled
 from shardc.language.errors import CaptureError
 from shardc.language.sharding import TensorType
 from shardc.ops.attention.products import tiled_workspace
-from shardc.ops.attention.tiled import TILED, TILED_BACKWARD, tiled_attention, tiled_attention_backward
+from shardc.ops.attention.ring import mask_workspace
+from shardc.ops.attention.tiled import (
+    TILED,
+    TILED_BACKWARD,
+    tiled_attention,
+    tiled_attention_backward,
+    tiled_attention_mask_backward,
+)
 
 TOLERANCE = 1e-10
 RATE = 0.4
@@ -197,7 +204,10 @@ class Alive(TorchDispatchMode):
 def test_the_bytes_of_scores_are_as_announced(
     dtype: torch.dtype, rate: float, num_keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In tiles of 256 of 512 positions, of two heads at a time; the mask and operands add a third at most."""
+    """In tiles of 256 of 512 positions, of two heads at a time; the mask and operands add a third at most.
+
+    The gradient of a mask is summed in float32 before it has the dtype of the others.
+    """
     monkeypatch.setattr("shardc.ops.attention.ring.TILE", 256)
     monkeypatch.setattr("shardc.ops.attention.products.MOST_SCORES", 2 * 256**2)
     q, k, v = (torch.randn(1, heads, 512, 4, dtype=dtype) for heads in (4, num_keys, num_keys))
@@ -207,10 +217,17 @@ def test_the_bytes_of_scores_are_as_announced(
         tiled_attention._init_fn(q, k, v, *drawn, rate, 0, True, None, None)
     with torch.no_grad(), Alive() as backward:
         tiled_attention_backward._init_fn(out, q, k, v, out, lse, *drawn, rate, 0, True, None, None)
-    types = TensorType.of(q), TensorType.of(k)
-    for alive, results, is_backward in ((forward, (out, lse), False), (backward, (q, k, v), True)):
-        most = alive.most - sum(each.nbytes * 4 // each.itemsize for each in results)
-        announced = tiled_workspace(*types, 256, rate, is_backward=is_backward)
+    mask = torch.zeros(1, 4, 512, 512, dtype=dtype)
+    with torch.no_grad(), Alive() as of_mask:
+        tiled_attention_mask_backward._init_fn(out, q, k, v, out, lse, *drawn, rate, 0, False, mask, None)
+    types, gradients = (TensorType.of(q), TensorType.of(k)), [each.nbytes * 4 // each.itemsize for each in (q, k, v)]
+    for alive, results, is_backward in (
+        (forward, sum(each.nbytes * 4 // each.itemsize for each in (out, lse)), False),
+        (backward, sum(gradients), True),
+        (of_mask, sum(gradients) + 2 * mask.nbytes, True),  # the mask that is given counts too
+    ):
+        most, announced = alive.most - results, tiled_workspace(*types, 256, rate, is_backward=is_backward)
+        announced = mask_workspace(TensorType.of(mask), announced) if alive is of_mask else announced
         assert 0.9 * announced < most < 1.34 * announced, (announced, most)
 
 
