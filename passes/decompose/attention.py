@@ -165,7 +165,8 @@ def as_ring(
     emit, given, (ring, made_of) = along.emit, {**along.given, **(operands or {})}, _ring(along)
     ring = replace(ring, in_zigzag=in_zigzag)
     leaves = [
-        order(as_wide(emit, leaf, *each)) for leaf, each in zip(ring.mask.leaves if ring.mask else (), made_of, strict=True)
+        order(as_wide(emit, leaf, *each))
+        for leaf, each in zip(ring.mask.leaves if ring.mask else (), made_of, strict=True)
     ]
     leaves += [given["random"], given["first"]] if ring.dropout else []
     q, k, v = (given[name] for name in ("query", "key", "value"))

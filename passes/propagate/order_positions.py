@@ -240,7 +240,8 @@ class _Order:
         results = as_ring(along, (bool(of_queries), bool(of_keys)), order=partial(self._with_rows, of_queries))
         assert isinstance(results, list)
         program.replace(node, results)
-        of_results = (of_queries,) * 2 if node.target in FORWARD else (of_queries, of_keys, of_keys, self._of_rows(node, of_queries))
+        in_rows = self._of_rows(node, of_queries)
+        of_results = (of_queries,) * 2 if node.target in FORWARD else (of_queries, of_keys, of_keys, in_rows)
         for result, own in zip(results, of_results, strict=False):
             if result is not None and own:
                 self.folds[program.value(result)] = own

@@ -60,8 +60,8 @@ def ring_attention_backward(
     gradients = [Gradients(ring, *each) for each in zip(indices, *columns, strict=True)]
     met: Rows = list(zip(ks, vs, strict=True))
     if not ring.travels:
-        meetings = zip(gradients, qs, met, strict=True)
-        return [own.results(_like(own.meet(None, *row), row), q) for own, q, row in meetings]
+        alone = zip(gradients, qs, met, strict=True)
+        return [own.results(_like(own.meet(None, *row), row), q) for own, q, row in alone]
     seen = ring.rows(min(1, last))  # of each chunk, by other ranks
     parts, travelling = list[Row](), None  # what queries add in a step, and sums on their way
     for step in range(last + 1):

@@ -148,14 +148,14 @@ class _Replay:
 
     def _workspace(self, node: fx.Node) -> Blocks:
         """What a call holds besides operands and results while it runs: keys and values that come round, and scores."""
-        ring, nbytes = ring_of(node), 0
-        is_backward = node.target in (ring_attention_backward, TILED_BACKWARD, TILED_MASK_BACKWARD)
+        ring, nbytes, tiled = ring_of(node), 0, (TILED, TILED_BACKWARD, TILED_MASK_BACKWARD)
+        is_backward = node.target in (ring_attention_backward, *tiled[1:])
         if ring is not None and is_collective(node):
             nbytes += ring_workspace(ring, *self._types(goes_round(node)[:2]), is_backward=is_backward)
         if node.target in DOT_RINGS:
             types = local_types(self.program, node)
             nbytes += dots_workspace(node.target, node.args, num_chunks(self.program, node), *types)
-        if node.target in (TILED, TILED_BACKWARD, TILED_MASK_BACKWARD) or (ring is not None and ring.family == TILED_FAMILY):
+        if node.target in tiled or (ring is not None and ring.family == TILED_FAMILY):
             q, k = self._types([each for each in node.args if isinstance(each, fx.Node)][is_backward:][:2])
             dropout = ring.dropout if ring is not None else arguments(node)["dropout_p"]
             nbytes += tiled_workspace(q, k, TILE, dropout, is_backward=is_backward)

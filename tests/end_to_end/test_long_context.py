@@ -30,6 +30,12 @@ MODELS = {
             attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
         )
     ),
+    "t5": lambda: hf.T5ForConditionalGeneration(
+        hf.T5Config(
+            num_layers=2, d_model=32, d_kv=8, d_ff=48, num_heads=4, vocab_size=64, dropout_rate=0.0,
+            decoder_start_token_id=0, use_cache=False,
+        )
+    ),
 }  # fmt: skip
 
 
@@ -111,6 +117,18 @@ def test_gpt2_drops_by_default_and_alike_on_every_mesh(mesh: Mesh, options: Any)
         torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-5, msg=name)
     assert kinds_sent(compiled).count("ring_attention") == 2
     assert "all_gather" not in {each.kind for each in compiled.collectives}
+
+
+def test_t5_learns_its_bias_of_positions_in_rings() -> None:
+    """Two of them in each layer of the decoder; token ids alone are gathered, and no rank has a bias of all rows."""
+    torch.manual_seed(0)
+    compiled = check_model(MODELS["t5"](), Mesh(dp=2, cp=2), 24, attention="ring")
+    kinds = [kinds_sent(compiled, phase) for phase in ("forward", "backward")]
+    assert {each.dtype for each in compiled.collectives if each.kind == "all_gather"} <= {"int64"}
+    assert kinds[0].count("ring_attention") == kinds[1].count("ring_attention_backward") == 6
+    program = compiled.program
+    types = [program.local_type(node, i) for node in program.calls for i, _ in enumerate(program.types(node))]
+    assert not [type_ for type_ in types if type_ and type_.shape[-2:] == (24, 24)]
 
 
 def test_the_next_token_is_one_position_of_a_neighbour() -> None:

@@ -57,7 +57,8 @@ class Ring:
     def __str__(self) -> str:
         chunks = f"{self.count} chunks of {self.queries} queries and {self.keys} keys"
         words = [chunks, "causal" if self.is_causal else "", ZIGZAG if any(self.in_zigzag) else ""]
-        words.append("" if self.travels else "all keys on each rank")
+        adds = self.mask is not None and self.mask.may_lower and not self._is_shifted
+        words.append("" if self.travels else "all keys on each rank" + " since the mask adds numbers" * adds)
         words.append("with the gradient of the mask" if self.of_mask else "")
         words.append(f"dropout {self.dropout:g}" if self.dropout else "")
         words.append(f"the busiest rank does {self.imbalance:.2f} of the mean" if self.imbalance > 1.05 else "")
@@ -163,7 +164,10 @@ class Ring:
         they are. It is added to scores first, since what it hides is no longer there after that.
         """
         assert self.mask is not None
-        everything = (Tile(slice(None), slice(0, len(each)), each.start, False, True) for each in pieces(range(self.keys), TILE))
+        if not self.keys:
+            return leaves[0].new_zeros(())
+        columns = [slice(each.start, each.stop) for each in pieces(range(self.keys), TILE)]
+        everything = (Tile(slice(None), each, each.start, is_causal=False, is_masked=True) for each in columns)
         made = (self.mask.make([_of_tile(leaf, tile) for leaf in leaves]) for tile in everything)
         largest = torch.stack([each.amax(-1, keepdim=True) for each in made]).amax(0)
         return largest.masked_fill((largest.abs() <= LARGEST) | largest.isinf(), 0.0)

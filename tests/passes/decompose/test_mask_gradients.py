@@ -153,10 +153,11 @@ def test_no_rank_has_a_mask_of_all_rows_and_none_is_saved_for_each_sample() -> N
     model, length = Buckets(-1e9, is_padded=True).double(), 16
     for axis in ("cp", "cp:zigzag"):
         program = check(model, Mesh(cp=4), draw(length), axis).program
-        local = [type_ for node in program.calls for i, _ in enumerate(program.types(node)) if (type_ := program.local_type(node, i))]
+        values = [(node, i) for node in program.calls for i, _ in enumerate(program.types(node))]
+        local = [type_ for each in values if (type_ := program.local_type(*each))]
         assert not [type_ for type_ in local if type_.shape[-2:] == (length, length)]
-        made = [each for node in program.calls for each in program.types(node) if program.source(node).phase == "forward"]
-        assert (BATCH, 4, length, length) not in {each.shape for each in made if each}
+        forward = [program.value_type(each) for each in values if program.source(each[0]).phase == "forward"]
+        assert (BATCH, 4, length, length) not in {type_.shape for type_ in forward}
 
 
 class Slopes(Biased):
@@ -207,6 +208,13 @@ def test_scores_are_not_saved() -> None:
     """torch itself saves those of all heads where a mask needs a gradient."""
     compiled = compile(Biased("of heads", 64), Mesh(one=1), {}, kwargs=draw(64, dtype=torch.float32))
     assert compiled.memory["saved"] < 4 * BATCH * 4 * 64 * 64
+
+
+def test_there_may_be_no_keys() -> None:
+    model, inputs = Biased("of heads", 4).double(), draw(4) | {"y": torch.empty(BATCH, 0, WIDTH).double()}
+    model.bias = nn.Parameter(torch.empty(1, 4, 4, 0).double())
+    compiled = compile(model, Mesh(cp=2), {"x": P(None, "cp")}, kwargs=inputs, attention="ring")
+    torch.testing.assert_close(compiled.simulate(**inputs)[0], (4 * BATCH * model.out.bias.square()).sum())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
