@@ -56,7 +56,7 @@ def _attention(program: Program, node: fx.Node, draw: Draw) -> None:
     backward = {user for item in node.users for user in item.users if user.target in targets}
     for each in (node, *backward):
         given = arguments(each) | {"random": draw.random, "first": first, "draw": draw.key()}
-        each.args, each.kwargs = tuple(given.values()), {}
+        each.args, each.kwargs = tuple(given.values())[: len(each.args)], {}
         program.forget_rule(each)
 
 

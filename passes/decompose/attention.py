@@ -121,6 +121,7 @@ def _ring(along: Along) -> tuple[Ring, list[Placed]]:
     family, travels = (FORWARD | BACKWARD)[along.node.target], program.options.attention != GATHER
     ring = Ring(family, along.count, *lengths, given["is_causal"], given["scale"], travels)
     ring = replace(ring, dropout=given.get("dropout_p", 0.0), draw=given.get("draw", 0))
+    ring = replace(ring, score_text=given.get("score_mod", ""))
     if mask is None:
         return ring, []
     if along.node.target is TILED_MASK_BACKWARD:

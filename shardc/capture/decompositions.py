@@ -107,6 +107,17 @@ def _attention(
         )
 
 
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, score_mod: str
+) -> Tensor:
+    """Attention whose scores a ``ScoreMod`` of this text changes, if there is one, before a mask is added."""
+    has_fewer_keys = query.shape[1] != key.shape[1]
+    if not score_mod:
+        return scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=has_fewer_keys)
+    mask = None if mask is None else _added(mask, query)
+    return tiled_attention(query, key, value, None, None, 0.0, 0, False, mask, scale, score_mod)[0]
+
+
 def _are_heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> bool:
     """Whether these are ``[batch, heads, positions, size]`` of one batch and dtype, whose heads go together."""
     if not q.ndim == k.ndim == v.ndim == 4 or not q.dtype == k.dtype == v.dtype or k.shape[:3] != v.shape[:3]:

@@ -157,8 +157,9 @@ class _Replay:
             nbytes += dots_workspace(node.target, node.args, num_chunks(self.program, node), *types)
         if node.target in tiled or (ring is not None and ring.family == TILED_FAMILY):
             q, k = self._types([each for each in node.args if isinstance(each, fx.Node)][is_backward:][:2])
-            dropout = ring.dropout if ring is not None else arguments(node)["dropout_p"]
-            nbytes += tiled_workspace(q, k, TILE, dropout, is_backward=is_backward)
+            given = {} if ring is not None else arguments(node)
+            dropout, text = (ring.dropout, ring.score_text) if ring else (given["dropout_p"], given["score_mod"])
+            nbytes += tiled_workspace(q, k, TILE, dropout, text, is_backward=is_backward)
         has_mask = node.target is TILED_MASK_BACKWARD or (ring is not None and ring.of_mask)
         if has_mask and (of_mask := self.program.local_type(node, 3)):
             nbytes = mask_workspace(of_mask, nbytes)

@@ -102,9 +102,9 @@ class Scores(TorchDispatchMode):
         if func in (TILED, TILED_BACKWARD, TILED_MASK_BACKWARD):
             is_backward = func is not TILED
             q, k = map(TensorType.of, args[is_backward:][:2])
-            nbytes = tiled_workspace(q, k, TILE, args[-5], is_backward=is_backward)
+            nbytes = tiled_workspace(q, k, TILE, args[5 + 3 * is_backward], is_backward=is_backward)
             if func is TILED_MASK_BACKWARD:
-                nbytes = mask_workspace(TensorType.of(args[-2]), nbytes)
+                nbytes = mask_workspace(TensorType.of(args[11]), nbytes)
             self.held = torch.empty(nbytes, dtype=torch.uint8)
         return func(*args, **(kwargs or {}))
 

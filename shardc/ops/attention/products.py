@@ -19,6 +19,8 @@ from shardc.language.sharding import TensorType
 from shardc.ops.random import uniform_of
 from shardc.ops.reduction import wide_dtype
 
+from .score import ScoreMod, score_mod_of
+
 Heads = tuple[slice, slice]  # some samples, and some heads of theirs
 MOST_SCORES = 2**21  # that are made at a time
 MORE_ON_CUDA = 16  # times as many; compiled they hold 4 bytes of each in forward and 8 in backward
@@ -52,7 +54,7 @@ class Scores:
     """What becomes of scores: they are multiplied by ``scale``, and a ``mask`` is added.
 
     ``shift``: what the logsumexp of each query is given less of, ``[..., queries, 1]``. ``of_mask``: to which backward
-    adds the gradient of the mask.
+    adds the gradient of the mask. ``score_mod``: changes scores before the mask is added.
     """
 
     mask: Tensor | None
@@ -61,6 +63,7 @@ class Scores:
     dropout: Dropout | None = None
     shift: Tensor | None = None
     of_mask: Tensor | None = None
+    score_mod: ScoreMod | None = None
 
     @property
     def hidden(self) -> Tensor:
@@ -82,6 +85,14 @@ class Scores:
         mask, shift = _of_mask(self.mask, heads), _of_mask(self.shift, heads)
         return mask, shift, self.is_causal, None if self.dropout is None else self.dropout.of(heads)
 
+    def changed(self, s: Tensor) -> Tensor:
+        """Scores before the mask is added."""
+        return s if self.score_mod is None else self.score_mod.changed(s)
+
+    def gradients(self, s: Tensor, ds: Tensor) -> Tensor:
+        """The gradients of products of queries and keys ``s``, from those of the changed scores."""
+        return ds if self.score_mod is None else self.score_mod.gradients(s, ds)
+
     def add_gradient(self, ds: Tensor, heads: Heads) -> None:
         """Add the gradients of the scores of some heads to that of the mask."""
         of_mask = _of_mask(self.of_mask, heads)
@@ -101,7 +112,7 @@ class Products:
             return out.zero_(), lse.fill_(-torch.inf)
         for of_queries, of_keys in _some_heads(q, k):
             some_k, some_v = (_wide(x[of_keys]) for x in (k, v))
-            p = _of_heads(_wide(q[of_queries]) * scores.scale_of(q), some_k.mT)
+            p = scores.changed(_of_heads(_wide(q[of_queries]) * scores.scale_of(q), some_k.mT))
             lse[of_queries], total = fastest(_to_probabilities, q.device)(p, *scores.of(of_queries))
             out[of_queries] = _of_heads(p, some_v) * (scores.factor / total)
             del p  # before the next are made
@@ -118,13 +129,15 @@ class Products:
             some_q, some_grad = _wide(q[of_queries]) * scores.scale_of(q), _wide(grad[of_queries])
             delta = (some_grad * out[of_queries]).sum(-1)
             some_grad = some_grad * scores.factor
-            p, ds = _of_heads(some_q, some_k.mT), _of_heads(some_grad, some_v.mT)
+            s, ds = _of_heads(some_q, some_k.mT), _of_heads(some_grad, some_v.mT)
+            p = scores.changed(s)
             fastest(_to_gradients, q.device)(p, ds, lse[of_queries], delta, *scores.of(of_queries))
             scores.add_gradient(ds, of_queries)
             dv[of_keys] += _of_keys(p, some_grad, some_v)
+            ds = scores.gradients(s, ds)
             dq[of_queries] = _of_heads(ds, some_k) * scores.scale_of(q)
             dk[of_keys] += _of_keys(ds, some_q, some_k)
-            del p, ds  # before the next are made
+            del p, s, ds  # before the next are made
         return dq, dk, dv
 
 
@@ -191,17 +204,21 @@ def _kept(s: Tensor, state: Tensor, first: Tensor, start: int, chance: float) ->
     return uniform_of(state, first.unsqueeze(-1) + columns) < 1 - chance
 
 
-def tiled_workspace(q: TensorType, k: TensorType, tile: int, dropout: float, *, is_backward: bool) -> int:
+def tiled_workspace(
+    q: TensorType, k: TensorType, tile: int, dropout: float, score_text: str = "", *, is_backward: bool
+) -> int:
     """Bytes that the kernels hold of scores at a time, whose tiles have at most so many rows and columns.
 
     Scores, in backward their gradients, and which of a head are seen; with dropout the index of each score, of 8 bytes,
-    that of its random number, and the number itself, of 4.
+    that of its random number, and the number itself, of 4. Each step of a function that changes scores holds as many.
     """
     (batch, heads, *_), num_keys, rows, columns = q.shape, k.shape[1], min(q.shape[2], tile), min(k.shape[2], tile)
     num_keys, num_each = _num_heads(heads // num_keys, rows, columns, MOST_SCORES)
     most = num_keys * num_each * rows * columns
     width = wide_dtype(q.dtype).itemsize
-    each = width * (1 + is_backward) + (20 if dropout else 0)
+    score_mod = score_mod_of(score_text) if score_text else ScoreMod((), ())
+    num_steps = len(score_mod.steps) + is_backward * len(score_mod.derivative)
+    each = width * (1 + is_backward + num_steps) + (20 if dropout else 0)
     return min(most, batch * heads * rows * columns) * each + rows * columns
 
 

@@ -21,6 +21,7 @@ from shardc.ops.zigzag import in_zigzag
 from .kernels import TILED_FAMILY, Family
 from .mask import LARGEST, Mask, has_rows, mask_of
 from .products import Dropout, Scores
+from .score import ScoreMod, score_mod_of
 from .tiles import Run, Tile, joined, pieces, place, runs_of, side_by_side, tiles, within
 
 POSITIONS = 2  # the dim of queries, keys and values, of results and of the logsumexp
@@ -39,6 +40,7 @@ class Ring:
     columns for all keys in order. ``in_zigzag``: whether queries, and keys, are in zigzag and not in order.
     ``dropout``: the chance of a probability to become 0. ``draw``: which draw of the step that is. ``of_mask``: of each
     dim of the mask whether it has more than one element, where backward returns the gradient of the mask too.
+    ``score_text``: that of a ``ScoreMod``, if there is one.
     """
 
     family: Family
@@ -53,6 +55,7 @@ class Ring:
     dropout: float = 0.0
     draw: int = 0
     of_mask: tuple[bool, ...] | None = None
+    score_text: str = ""
 
     def __str__(self) -> str:
         chunks = f"{self.count} chunks of {self.queries} queries and {self.keys} keys"
@@ -60,6 +63,7 @@ class Ring:
         adds = self.mask is not None and self.mask.may_lower and not self._is_shifted
         words.append("" if self.travels else "all keys on each rank" + " since the mask adds numbers" * adds)
         words.append("with the gradient of the mask" if self.of_mask else "")
+        words.append(f"scores {self.score_mod}" if self.score_mod else "")
         words.append(f"dropout {self.dropout:g}" if self.dropout else "")
         words.append(f"the busiest rank does {self.imbalance:.2f} of the mean" if self.imbalance > 1.05 else "")
         return ", ".join([*filter(None, words), *([f"mask {self.mask}"] if self.mask else [])])
@@ -73,6 +77,11 @@ class Ring:
     def mask(self) -> Mask | None:
         """How the mask is made."""
         return None if self.made_by is None else mask_of(self.made_by)
+
+    @property
+    def score_mod(self) -> ScoreMod | None:
+        """What changes scores before the mask is added."""
+        return score_mod_of(self.score_text) if self.score_text else None
 
     @property
     def steps(self) -> int:
@@ -138,9 +147,8 @@ class Ring:
         if tile.is_masked:
             assert self.mask is not None
             mask = self.mask.make([_of_tile(leaf, tile) for leaf in leaves])
-        return Scores(
-            mask, tile.is_causal, self.scale, dropout, shift, None if of_mask is None else _of_tile(of_mask, tile)
-        )
+        of_mask = None if of_mask is None else _of_tile(of_mask, tile)
+        return Scores(mask, tile.is_causal, self.scale, dropout, shift, of_mask, self.score_mod)
 
     def prepared(self, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The operands after queries, keys and values, with the state of a stream in place of seed and step.

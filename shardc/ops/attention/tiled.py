@@ -24,11 +24,11 @@ from .ring import Ring, wide_dims
 @torch.library.custom_op("shardc::tiled_attention", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def tiled_attention(
     query: Tensor, key: Tensor, value: Tensor, random: Tensor | None, first: Tensor | None, dropout_p: float, draw: int,
-    is_causal: bool, attn_mask: Tensor | None, scale: float | None,
+    is_causal: bool, attn_mask: Tensor | None, scale: float | None, score_mod: str = "",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention and its logsumexp, both as torch's kernels have them."""
+    """Attention and its logsumexp, both as torch's kernels have them. ``score_mod``: the text of a ``ScoreMod``."""
     leaves = [each for each in (attn_mask, random, first) if each is not None]
-    ring = _on_one_rank(query, key, dropout_p, draw, is_causal, attn_mask, scale)
+    ring = _on_one_rank(query, key, dropout_p, draw, is_causal, attn_mask, scale, score_mod)
     joined = Joined(ring, 0, query, value, *leaves)
     joined.meet(None, key, value)
     return joined.results
@@ -38,9 +38,10 @@ def tiled_attention(
 def tiled_attention_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, random: Tensor | None,
     first: Tensor | None, dropout_p: float, draw: int, is_causal: bool, attn_mask: Tensor | None, scale: float | None,
+    score_mod: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of queries, keys and values."""
-    ring = _on_one_rank(query, key, dropout_p, draw, is_causal, attn_mask, scale)
+    ring = _on_one_rank(query, key, dropout_p, draw, is_causal, attn_mask, scale, score_mod)
     dq, dk, dv = _gradients(ring, grad_out, query, key, value, out, logsumexp, attn_mask, random, first)
     return dq, dk, dv
 
@@ -49,9 +50,10 @@ def tiled_attention_backward(
 def tiled_attention_mask_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, random: Tensor | None,
     first: Tensor | None, dropout_p: float, draw: int, is_causal: bool, attn_mask: Tensor, scale: float | None,
+    score_mod: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of queries, keys and values, and of what is added to scores."""
-    ring = _on_one_rank(query, key, dropout_p, draw, is_causal, attn_mask, scale)
+    ring = _on_one_rank(query, key, dropout_p, draw, is_causal, attn_mask, scale, score_mod)
     ring = replace(ring, of_mask=wide_dims(attn_mask.shape))
     dq, dk, dv, of_mask = _gradients(ring, grad_out, query, key, value, out, logsumexp, attn_mask, random, first)
     return dq, dk, dv, of_mask
@@ -66,10 +68,12 @@ def _gradients(
 
 
 def _on_one_rank(
-    q: Tensor, k: Tensor, dropout_p: float, draw: int, is_causal: bool, mask: Tensor | None, scale: float | None
-) -> Ring:
+    q: Tensor, k: Tensor, dropout_p: float, draw: int, is_causal: bool, mask: Tensor | None, scale: float | None,
+    score_mod: str,
+) -> Ring:  # fmt: skip
     made_by = None if mask is None else astuple(AS_IT_IS)
-    return Ring(TILED_FAMILY, 1, q.shape[2], k.shape[2], is_causal, scale, False, made_by, dropout=dropout_p, draw=draw)
+    ring = Ring(TILED_FAMILY, 1, q.shape[2], k.shape[2], is_causal, scale, False, made_by, score_text=score_mod)
+    return replace(ring, dropout=dropout_p, draw=draw)
 
 
 @tiled_attention.register_fake
@@ -88,12 +92,12 @@ def _fake_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) 
 def _fake_mask_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    mask = others[-2]
+    mask = others[7]
     return *_fake_backward(grad, q, k, v), q.new_empty(mask.shape)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, random, first, *ctx.options, mask, ctx.scale = inputs
+    q, k, v, random, first, *ctx.options, mask, ctx.scale, ctx.score_mod = inputs
     ctx.save_for_backward(q, k, v, *output, random, first, mask)
     ctx.mark_non_differentiable(output[1])
 
@@ -101,8 +105,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _backward(ctx: Any, grad: Tensor, grad_of_logsumexp: Tensor | None) -> tuple[Tensor | None, ...]:
     *tensors, mask = ctx.saved_tensors
     op = TILED_MASK_BACKWARD if ctx.needs_input_grad[8] else TILED_BACKWARD
-    dq, dk, dv, *of_mask = op(grad, *tensors, *ctx.options, mask, ctx.scale)
-    return dq, dk, dv, *[None] * 5, *(of_mask or [None]), None
+    dq, dk, dv, *of_mask = op(grad, *tensors, *ctx.options, mask, ctx.scale, ctx.score_mod)
+    return dq, dk, dv, *[None] * 5, *(of_mask or [None]), None, None
 
 
 tiled_attention.register_autograd(_backward, setup_context=_keep)
