@@ -64,8 +64,8 @@ def _sent(along: Along, ring: Ring, ranks: int, target: Any) -> int:
 def _sharing_heads(along: Along, ring: Ring) -> int:
     """How many of the ranks that share the positions share the heads of keys instead: in auto what sends least.
 
-    1 where the model is given a mask with a row for each query, since a rank would need whole rows. Fewer than all
-    where the model makes such a mask, since only rings make it piece by piece.
+    1 where the model is given a mask with a row for each query, or learns one, since a rank would need whole rows.
+    Fewer than all where the model makes such a mask, since only rings make it piece by piece.
     """
     program, way = along.emit.program, along.emit.program.options.attention
     if way in (RING, GATHER):
@@ -76,12 +76,18 @@ def _sharing_heads(along: Along, ring: Ring) -> int:
             raise _undivided(along)
         return ways[-1]
     given = {leaf.along for leaf in ring.mask.leaves} if ring.mask is not None else set[str]()
-    if "both" in given:
+    if "both" in given or _learns_mask(along.node):
         return 1
     if "row" in given and ways[-1] == along.count:
         ways.pop()
     kinds = RINGS if _has_backward(program) else RINGS[:1]
     return min(ways, key=lambda ranks: sum(_sent(along, ring, ranks, kind) for kind in kinds))
+
+
+def _learns_mask(attention: fx.Node) -> bool:
+    """Whether the gradient of the mask of attention is asked for, or that of a backward."""
+    behind = (user for item in attention.users for user in item.users)
+    return any(node.target is TILED_MASK_BACKWARD for node in (attention, *behind))
 
 
 def _may_share(along: Along, ranks: int) -> bool:

@@ -49,13 +49,18 @@ def check_model(
     if has_mask:
         inputs["attention_mask"] = (torch.arange(length) >= torch.tensor([0, 3, 0, 7]).unsqueeze(1)).long()
     compiled = compile(model, mesh, dict.fromkeys(inputs, P(batch, axis)), kwargs=inputs, **options)
+    check_compiled_model(compiled, model, inputs)
+    return compiled
+
+
+def check_compiled_model(compiled: Any, model: nn.Module, inputs: dict[str, Tensor]) -> None:
+    """The loss and gradients of a compiled step must be those of a model on one device."""
     outputs, gradients = compiled.simulate(**inputs)
     loss = model(**inputs).loss
     loss.backward()
     torch.testing.assert_close(outputs.loss, loss, rtol=0, atol=1e-5)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-5, msg=name)
-    return compiled
 
 
 @pytest.mark.parametrize("has_mask", [False, True], ids=["", "padded"])
@@ -129,6 +134,22 @@ def test_t5_learns_its_bias_of_positions_in_rings() -> None:
     program = compiled.program
     types = [program.local_type(node, i) for node in program.calls for i, _ in enumerate(program.types(node))]
     assert not [type_ for type_ in types if type_ and type_.shape[-2:] == (24, 24)]
+
+
+@pytest.mark.parametrize("axis", ["cp", "cp:zigzag"])
+def test_gemma2_caps_scores_in_rings(axis: str) -> None:
+    """By ``flex_attention``, of which its model on one device has no backward on CPUs."""
+    torch.manual_seed(0)
+    config = {**SIZES, "head_dim": 8, "sliding_window": 8, "attn_logit_softcapping": 2.0}
+    plain = hf.Gemma2ForCausalLM(hf.Gemma2Config(**config, attn_implementation="eager"))
+    model = hf.Gemma2ForCausalLM(hf.Gemma2Config(**config, attn_implementation="flex_attention"))
+    model.load_state_dict(plain.state_dict())
+    ids = torch.randint(0, 64, (2, 24))
+    inputs = {"input_ids": ids, "labels": ids}
+    compiled = compile(model, Mesh(cp=2), dict.fromkeys(inputs, P(None, axis)), kwargs=inputs, attention="ring")
+    check_compiled_model(compiled, plain, inputs)
+    assert kinds_sent(compiled).count("ring_attention") == 2
+    assert "all_gather" not in {each.kind for each in compiled.collectives}
 
 
 def test_the_next_token_is_one_position_of_a_neighbour() -> None:
