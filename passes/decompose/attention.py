@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from math import gcd
 from typing import Any
@@ -16,10 +16,12 @@ from shardc.language.sharding import TensorType, ceil_div, num_shards
 from shardc.ops.attention.kernels import TILED_FAMILY
 from shardc.ops.attention.ring import POSITIONS, Ring, ring_bytes, wide_dims
 from shardc.ops.attention.rules import BACKWARD, FORWARD, RINGS, ring_attention, ring_attention_backward
-from shardc.ops.attention.tiled import TILED_MASK_BACKWARD
+from shardc.ops.attention.tiled import TILED, TILED_MASK_BACKWARD
 from shardc.options import GATHER, RING, ULYSSES
+from shardc.program.node import arguments
 from shardc.program.program import Program
 
+from ..emitter import Emitter
 from .along import Along, Results, Windowed
 from .mask import Placed, as_wide, mask_program
 from .share_heads import HEADS, Shared, with_heads, with_positions
@@ -187,6 +189,37 @@ def as_ring(
     )
     results = emit.results(call)
     return [*results, *[None] * len(more[len(results) :])]
+
+
+def learned_masks(program: Program) -> list[tuple[fx.Node, fx.Node]]:
+    """Attention of torch's kernels of which the mask's gradient is asked for, each with its backward."""
+    pairs = list[tuple[fx.Node, fx.Node]]()
+    for node in program.calls:
+        given = arguments(node) if node.target in BACKWARD else {}
+        if given.get("grad_input_mask", [False])[-1] and not given["is_causal"]:
+            forward, _ = program.value(given["logsumexp"])
+            pairs += [(forward, node)] if forward.target in FORWARD else []
+    return pairs
+
+
+def with_own_kernels(program: Program, pairs: Iterable[tuple[fx.Node, fx.Node]]) -> Program:
+    """The program with these attentions by kernels of our own, which go round with the gradient of a mask."""
+    for forward, backward in pairs:
+        given = arguments(forward)
+        options = (None, None, 0.0, 0, False, given["attn_bias"], given["scale"])
+        _replace(program, forward, TILED, [given[name] for name in ("query", "key", "value")], options)
+        given = arguments(backward)
+        names = ("grad_out_", "query", "key", "value", "out", "logsumexp")
+        _replace(program, backward, TILED_MASK_BACKWARD, [given[name] for name in names], options)
+    return program
+
+
+def _replace(program: Program, node: fx.Node, op: Any, operands: Sequence[fx.Node], options: tuple[Any, ...]) -> None:
+    with program.graph.inserting_before(node):
+        emit = Emitter(program, node)
+        results = emit.results(emit(op, *operands, *options))
+        more = program.types(node)[len(results) :]  # seeds, which the backward reads that is replaced too
+        program.replace(node, [*results, *(emit(torch.ops.aten.zeros.default, []) for _ in more)])
 
 
 def no_ring(program: Program) -> list[str]:

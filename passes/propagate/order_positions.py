@@ -38,7 +38,7 @@ from shardc.program.node import arguments, is_annotation, operands, set_operands
 from shardc.program.program import Pin, Program, Value
 
 from ..decompose.along import Along
-from ..decompose.attention import as_ring
+from ..decompose.attention import as_ring, learned_masks, with_own_kernels
 from ..emitter import Emitter
 
 ANNOTATE = torch.ops.shardc.annotate.default
@@ -50,7 +50,7 @@ def order_positions(program: Program) -> Program:
     if not is_asked and not any(_spec(node).zigzags for node in program.calls if is_annotation(node)):
         return program
     program = program.edited()
-    order = _Order(program)
+    order = _Order(with_own_kernels(program, learned_masks(program)))
     for node in list(program.calls):
         with program.graph.inserting_before(node):
             order.enter(node)
@@ -223,9 +223,9 @@ class _Order:
         given, program = arguments(node), self.program
         q, k, v = (given[name] for name in ("query", "key", "value"))
         orders = [self._own(program.value(x)) for x in (q, k)]
-        gradients = given.get("grad_input_mask")
         folds = [fold for own in orders for dim, fold in own.items() if dim == POSITIONS and _is_plain(fold)]
-        is_ring = folds and all(dim == POSITIONS for own in orders for dim in own) and not (gradients and gradients[3])
+        learns_mask = given.get("grad_input_mask", [False])[-1]  # by a kernel of torch, which cannot go round with that
+        is_ring = folds and all(dim == POSITIONS for own in orders for dim in own) and not learns_mask
         if is_ring and program.options.attention == ULYSSES:
             raise _whole_positions(program, node, folds[0])
         of_queries, of_keys = (self._in_ring(own, folds[0]) if is_ring else {} for own in orders)

@@ -55,8 +55,8 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
 class FunctionRewrites(TorchFunctionMode):
     """In the block some functions of torch run in another form, whose trace holds ops that have rules.
 
-    - Attention with dropout, with values of another head size than keys, or with a mask that needs a gradient, is an op
-      of our own; where that cannot do it, it is separate ops.
+    - Attention with dropout, or on CPUs with values of another head size than keys or a mask that needs a gradient, is
+      an op of our own; where that cannot do it, it is separate ops.
     - Recurrent layers with dropout between them run layer by layer.
     - Resampling stays one op. Torch's Python dispatcher would expand it into lookups of every pixel; of the op, a rank
       with a part of an image needs its neighbours' edges alone.
@@ -92,8 +92,8 @@ def _attention(
         mask = attn_mask if attn_mask is None or attn_mask.ndim < 3 else attn_mask.unsqueeze(1)
         q, k, v = (x.unsqueeze(1) for x in (query, key, value))
         return _attention(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa).squeeze(1)
-    is_fused = query.shape[-1] == value.shape[-1] or query.device.type == "cuda"  # by a kernel of torch
-    if dropout_p or not is_fused or (attn_mask is not None and attn_mask.requires_grad):
+    is_odd = query.shape[-1] != value.shape[-1] or (attn_mask is not None and attn_mask.requires_grad)
+    if dropout_p or (is_odd and query.device.type != "cuda"):  # where no kernel of torch does it
         q, k, v = map(_as_autocast_does, (query, key, value))
         if _are_heads(q, k, v, enable_gqa) and 0.0 <= dropout_p <= 1.0:
             if attn_mask is None:

@@ -1,4 +1,4 @@
-"""Attention tile by tile, for any device: with dropout, values of another head size than keys, or the mask's gradient.
+"""Attention tile by tile, for any device: with dropout, odd head sizes, the mask's gradient, or scores that change.
 
 No tensor as large as all scores is made or saved. Every mesh drops the same probabilities, since random numbers are
 computed from ``random``, the program's seed and step, ``draw``, the number of this draw in the step, and the index of

@@ -116,6 +116,32 @@ def test_a_ring_sends_keys_and_values_alone_and_in_backward_twice(num_keys: int)
     assert "4 chunks of 24 queries and 24 keys, with the gradient of the mask" in compiled.dump()
 
 
+class Efficient(Biased):
+    """Attention by torch's kernel of CUDA, which can be traced anywhere."""
+
+    is_traced = True
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        if not self.is_traced:
+            return super().attend(q, k, v, mask)
+        bias = self.bias.expand(*q.shape[:3], k.shape[2])
+        out: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True)[0]
+        return out
+
+
+@pytest.mark.parametrize("axis", ["cp", "cp:zigzag"])
+def test_torchs_kernel_of_cuda_gives_way_where_it_cannot_go_round(axis: str) -> None:
+    torch.manual_seed(0)
+    model, inputs = Efficient("of heads", 12).double(), draw(12)
+    compiled = compile(model, Mesh(cp=3), {"x": P(None, axis)}, kwargs=inputs, attention="ring")
+    model.is_traced = False
+    check_compiled(compiled, model, inputs, TOLERANCE)
+    assert [kind for way in ("forward", "backward") for kind in kinds_sent(compiled, way) if "ring" in kind] == ONE
+    model.is_traced = True
+    kept = compile(model, Mesh(dp=2), {"x": P("dp")}, kwargs=inputs)
+    assert "_scaled_dot_product_efficient_attention_backward" in kept.dump()
+
+
 class Buckets(Biased):
     """A bias for each distance, as T5 has; later keys and those of padding are hidden by a number, or by -inf."""
 
