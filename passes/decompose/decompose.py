@@ -8,10 +8,10 @@ slices need only the edges of neighbours' chunks::
     m: f32[512@dp, 1] = amax(x);  s: f32[512@dp, 64@tp] = sub(x, m);  e: f32[512@dp, 1] = sum(exp(s))
     y: f32[512@dp, 64@tp] = sub(s, log(e))
 
-Attention of torch's kernels becomes that of our own first, where positions are cut and the mask needs a gradient.
 So cross entropy over a cut vocabulary moves a few numbers a token. An op is taken apart only where that moves fewer
 bytes than gathering, and only along axes that it would have for that dim. Then the program is propagated again, which
-may cut the dims of further ops. Invariant: every value that is left is as before, but for rounding.
+may cut the dims of further ops. First attention of torch's kernels whose mask needs a gradient, and whose positions are
+cut, becomes that of our own. Invariant: every value that is left is as before, but for rounding.
 """
 
 from __future__ import annotations

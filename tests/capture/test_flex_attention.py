@@ -7,11 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from alive import Alive
 from attending import Attending, draw, kinds_sent
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from shardc import Mesh, P, compile
+from shardc.language.sharding import TensorType
+from shardc.ops.attention.mask import Step
+from shardc.ops.attention.products import tiled_workspace
+from shardc.ops.attention.score import ScoreMod, score_mod_of
+from shardc.ops.attention.tiled import TILED, tiled_attention, tiled_attention_backward
 
 LENGTH = 16
 DOCUMENT = torch.arange(LENGTH) // 5
@@ -115,6 +121,29 @@ def test_changed_scores_go_with_a_ring(change: str, num_keys: int, axis: str, mo
 def test_what_is_changed_after_something_is_added_is_ops() -> None:
     compiled = check(Flexible("causal", change="bias_before"), {"x": P(None, "cp")}, Mesh(cp=2))
     assert "all_gather" in kinds_sent(compiled)
+
+
+CAP = ScoreMod(
+    (Step("div.Tensor", (("value", 0), 2.0)), Step("tanh.default", (("value", 1),))),
+    (
+        Step("div.Tensor", (("value", 0), 2.0)), Step("tanh.default", (("value", 2),)),
+        Step("tanh_backward.default", (("value", 1), ("value", 3))), Step("div.Tensor", (("value", 4), 2.0)),
+    ),
+)  # fmt: skip
+
+
+def test_the_bytes_of_changed_scores_are_as_announced() -> None:
+    assert score_mod_of(CAP.text) == CAP
+    q, text = torch.randn(1, 2, 512, 4), CAP.text
+    out, lse = TILED(q, q, q, None, None, 0.0, 0, False, None, None, text)
+    for is_backward in (False, True):
+        with torch.no_grad(), Alive() as alive:
+            if is_backward:
+                tiled_attention_backward._init_fn(out, q, q, q, out, lse, None, None, 0.0, 0, False, None, None, text)
+            else:
+                tiled_attention._init_fn(q, q, q, None, None, 0.0, 0, False, None, None, text)
+        announced = tiled_workspace(TensorType.of(q), TensorType.of(q), 1024, 0.0, text, is_backward=is_backward)
+        assert 0.9 * announced < alive.most < 1.1 * announced, (announced, alive.most)
 
 
 def test_a_dump_says_how_scores_are_changed() -> None:

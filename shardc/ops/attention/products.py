@@ -210,14 +210,15 @@ def tiled_workspace(
     """Bytes that the kernels hold of scores at a time, whose tiles have at most so many rows and columns.
 
     Scores, in backward their gradients, and which of a head are seen; with dropout the index of each score, of 8 bytes,
-    that of its random number, and the number itself, of 4. Each step of a function that changes scores holds as many.
+    that of its random number, and the number itself, of 4. Each step of a function that changes scores makes as many,
+    and its derivative needs them before.
     """
     (batch, heads, *_), num_keys, rows, columns = q.shape, k.shape[1], min(q.shape[2], tile), min(k.shape[2], tile)
     num_keys, num_each = _num_heads(heads // num_keys, rows, columns, MOST_SCORES)
     most = num_keys * num_each * rows * columns
     width = wide_dtype(q.dtype).itemsize
     score_mod = score_mod_of(score_text) if score_text else ScoreMod((), ())
-    num_steps = len(score_mod.steps) + is_backward * len(score_mod.derivative)
+    num_steps = max(len(score_mod.steps), is_backward and len(score_mod.derivative) + bool(score_mod.steps))
     each = width * (1 + is_backward + num_steps) + (20 if dropout else 0)
     return min(most, batch * heads * rows * columns) * each + rows * columns
 

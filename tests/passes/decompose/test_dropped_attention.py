@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import pytest
 import torch
+from alive import Alive
 from attending import BATCH, WIDTH, Attending, draw, kinds_sent
 from gloo_pool import GlooPool
 from hypothesis import given, settings
@@ -15,7 +15,6 @@ from parallel_models import whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardc
 from shardc import Mesh, P, Remat, Zero, compile
@@ -174,28 +173,6 @@ def test_probabilities_are_dropped_after_the_softmax(
         torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=0, atol=TOLERANCE)
         for one, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=TOLERANCE)
-
-
-class Alive(TorchDispatchMode):
-    """Counts the bytes of what is made in the block; ``most``: at any time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (list, tuple)) else [result]:
-            storage = tensor.untyped_storage()
-            if not hasattr(storage, "is_counted"):
-                storage.is_counted = True
-                self.now += storage.nbytes()
-                self.most = max(self.most, self.now)
-                weakref.finalize(storage, self.free, storage.nbytes())
-        return result
-
-    def free(self, nbytes: int) -> None:
-        self.now -= nbytes
 
 
 @pytest.mark.parametrize("num_keys", [4, 2, 1])
