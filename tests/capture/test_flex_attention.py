@@ -105,8 +105,7 @@ def test_heads_are_cut_as_before() -> None:
     assert {each.kind for each in compiled.collectives} == {"all_reduce"}
 
 
-@pytest.mark.parametrize("axis", ["cp", "cp:zigzag"])
-@pytest.mark.parametrize("num_keys", [4, 2])
+@pytest.mark.parametrize(("axis", "num_keys"), [("cp", 4), ("cp:zigzag", 2)])
 @pytest.mark.parametrize("change", ["distance", "cap", "gate", "learned_slopes", "learned_bias"])
 def test_changed_scores_go_with_a_ring(change: str, num_keys: int, axis: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What becomes of each by itself, and what is added, be it learned; keys are not gathered."""
@@ -116,6 +115,12 @@ def test_changed_scores_go_with_a_ring(change: str, num_keys: int, axis: str, mo
     compiled = check(model, {"x": P(None, axis)}, Mesh(cp=4))
     gathered = (each.wire_bytes for each in compiled.collectives if each.kind == "all_gather")
     assert "ring_attention" in kinds_sent(compiled) and not any(gathered)
+
+
+def test_heads_are_cut_beside_positions() -> None:
+    annotations = {name: P("tp") for name in ("q.*", "k.*", "v.*")} | {"x": P(None, "cp")}
+    compiled = check(Flexible("causal", 2, "learned_slopes"), annotations, Mesh(tp=2, cp=2))
+    assert kinds_sent(compiled) == ["ring_attention"]
 
 
 def test_what_is_changed_after_something_is_added_is_ops() -> None:

@@ -70,7 +70,7 @@ def rings(compiled: Compiled) -> list[str]:
 ONE = ["ring_attention", "ring_attention_backward"]
 
 
-@settings(max_examples=10)
+@settings(max_examples=8)
 @given(
     st.sampled_from([2, 3, 4]), st.integers(2, 13), st.none() | st.integers(2, 13), st.sampled_from([1, 2, 4]),
     st.sampled_from([*SHAPES]), st.sampled_from(["cp", "cp:zigzag"]), st.sampled_from([0.0, 0.3]),
@@ -159,18 +159,24 @@ class Buckets(Biased):
         return super().attend(q, k, v, torch.where(seen, bias, torch.tensor(self.hidden, dtype=bias.dtype)))
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.3])
-@pytest.mark.parametrize("axis", ["cp", "cp:zigzag"])
-@pytest.mark.parametrize("hidden", [torch.finfo(torch.float64).min, -1e9, -torch.inf])
+@pytest.mark.parametrize(
+    ("hidden", "axis", "rate"),
+    [
+        (torch.finfo(torch.float64).min, "cp", 0.0),
+        (torch.finfo(torch.float64).min, "cp:zigzag", 0.3),
+        (-1e9, "cp:zigzag", 0.0),
+        (-torch.inf, "cp", 0.3),
+    ],
+)
 def test_what_a_number_hides_is_as_on_one_device(
     hidden: float, axis: str, rate: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where it hides all keys of a query, whose result is the mean of all values."""
     monkeypatch.setattr("shardc.ops.attention.ring.TILE", 2)
-    monkeypatch.setattr("shardc.ops.attention.products.MOST_SCORES", 8)
+    monkeypatch.setattr("shardc.ops.attention.products.MOST_SCORES", 16)
     monkeypatch.setattr(f"{__name__}.TOLERANCE", 1e-6 if hidden == -1e9 else TOLERANCE)
     torch.manual_seed(0)
-    compiled = check(Buckets(hidden, is_padded=True, rate=rate).double(), Mesh(cp=3), draw(11), axis)
+    compiled = check(Buckets(hidden, is_padded=True, rate=rate).double(), Mesh(cp=3), draw(8), axis)
     assert rings(compiled) == ONE
 
 
