@@ -93,8 +93,16 @@ class Ring:
     @property
     def sent(self) -> tuple[range, ...] | None:
         """For each step the rows of a chunk of keys that are sent: those that ranks further on see. None for all."""
-        is_known = self.travels and self.mask is not None and self.count <= MOST_COUNTED
-        return _sent(self._undrawn) if is_known else None
+        if not self.travels or self.mask is None or (not isinstance(self.count, int) and not self._hides_ends):
+            return None
+        return _sent(self._undrawn) if self.count <= MOST_COUNTED else None
+
+    @property
+    def _hides_ends(self) -> bool:
+        """Whether the mask is known to hide the last key from the first query, or the first key from the last."""
+        assert self.mask is not None
+        queries, keys = ((range(1), range(length - 1, length)) for length in (self.queries, self.keys))
+        return any(self.mask.shows(*each) is False for each in zip(queries, reversed(keys), strict=True))
 
     def rows(self, step: int) -> range:
         """The rows of a chunk of keys that are met in a step."""
@@ -156,9 +164,12 @@ class Ring:
         They are the leaves of the mask, and where there is dropout the program's seed and step, and for each query the
         index of its first score among all, ``[batch, heads, queries]``. What ``_shift`` finds of a mask follows it.
         """
-        leaves, drawn = (leaves[:-2], leaves[-2:]) if self.dropout else (leaves, ())
-        shift = (self._shift(leaves),) if self._is_shifted else ()
-        return *leaves, *shift, *(stream(x, self.draw) if i == 0 else x for i, x in enumerate(drawn))
+        of_mask = leaves[:-2] if self.dropout else leaves
+        shift = (self._shift(of_mask),) if self._is_shifted else ()
+        if not self.dropout:
+            return *of_mask, *shift
+        random, first = leaves[-2:]
+        return *of_mask, *shift, stream(random, self.draw), first
 
     @property
     def _is_shifted(self) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import astuple
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from attending import BATCH, WIDTH, Attending, check_compiled, draw, kinds_sent
 from gloo_pool import GlooPool
@@ -19,8 +21,9 @@ from torch.nn.functional import embedding, scaled_dot_product_attention
 
 from shardc import Mesh, P, Remat, Zero, compile, parallelize
 from shardc.api import Compiled
+from shardc.ops.attention.mask import AS_IT_IS
 from shardc.ops.attention.products import tiled_workspace
-from shardc.ops.attention.ring import TILE, mask_workspace, ring_workspace
+from shardc.ops.attention.ring import TILE, Ring, mask_workspace, ring_workspace
 from shardc.program.communication import ring_of
 
 TOLERANCE = 1e-10
@@ -212,6 +215,13 @@ def test_what_is_made_of_vectors_is_made_tile_by_tile(axis: str) -> None:
     forward = [node for node in compiled.program.calls if compiled.program.source(node).phase == "forward"]
     types = [type_ for node in forward for type_ in compiled.program.types(node) if type_]
     assert not [type_ for type_ in types if type_.shape[-2:] == (16, 16)]
+
+
+def test_over_any_number_of_ranks_a_bias_hides_nothing() -> None:
+    """So that costs as functions of the mesh have an expression."""
+    count: Any = sympy.Symbol("cp")
+    ring = Ring("tiled", count, 16, 16, False, None, made_by=astuple(AS_IT_IS))
+    assert ring.sent is None and ring.steps == count - 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
