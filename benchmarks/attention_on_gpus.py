@@ -39,9 +39,12 @@ MIB = 2**20
 class Attention(nn.Module):
     """Multi-head attention with projections and a residual connection; ``[batch, position, width]`` in and out."""
 
-    def __init__(self, attend: Callable[..., Tensor], key_heads: int = HEADS, value_size: int = WIDTH // HEADS) -> None:
+    def __init__(
+        self, attend: Callable[..., Tensor], key_heads: int = HEADS, value_size: int = WIDTH // HEADS, biased: int = 0
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.bias = nn.Parameter(torch.randn(1, HEADS, biased, biased)) if biased else None
         self.attend, self.sizes = attend, (WIDTH // HEADS, WIDTH // HEADS, value_size)
         self.heads = (HEADS, key_heads, key_heads)
         self.inner = nn.ModuleList(
@@ -53,7 +56,8 @@ class Attention(nn.Module):
         """The loss."""
         each = zip(self.inner, self.heads, strict=True)
         q, k, v = (layer(x).unflatten(-1, (heads, -1)).transpose(1, 2) for layer, heads in each)
-        return mse_loss((x + self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))).float(), target.float())
+        attended = self.attend(q, k, v) if self.bias is None else self.attend(q, k, v, self.bias)
+        return mse_loss((x + self.out(attended.transpose(1, 2).flatten(2))).float(), target.float())
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -84,6 +88,21 @@ def flexible(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out
 
 
+def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Scores are capped, as Gemma 2 does, by ``flex_attention``."""
+
+    def cap(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        return 2.0 * torch.tanh(score / 2.0)
+
+    out: Tensor = flex_attention(q, k, v, cap)
+    return out
+
+
+def biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """A bias is learned, as in T5."""
+    return scaled_dot_product_attention(q, k, v, bias)
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """A kind of attention, and the kernel of torch that computes it."""
@@ -95,9 +114,10 @@ class Case:
     value_size: int = WIDTH // HEADS
     options: tuple[tuple[str, Any], ...] = ()
 
-    def model(self, device: str, dtype: torch.dtype | None = None) -> nn.Module:
+    def model(self, device: str, positions: int, dtype: torch.dtype | None = None) -> nn.Module:
         """The model, with the same weights at every call."""
-        return Attention(self.attend, self.key_heads, self.value_size).to(device, dtype or self.dtype)
+        num_biased = positions if self.attend is biased else 0
+        return Attention(self.attend, self.key_heads, self.value_size, num_biased).to(device, dtype or self.dtype)
 
     def chosen(self, device: str) -> Any:
         """In the block torch computes attention with the kernel."""
@@ -115,6 +135,9 @@ CASES = {
     "window": Case(windowed, HALF, SDPBackend.EFFICIENT_ATTENTION),
     "window, float32": Case(windowed, SINGLE, SDPBackend.EFFICIENT_ATTENTION),
     "window, flex": Case(flexible, SINGLE),
+    "cap, flex": Case(capped, SINGLE),
+    "bias": Case(biased, HALF, SDPBackend.EFFICIENT_ATTENTION),
+    "bias, float32": Case(biased, SINGLE, SDPBackend.EFFICIENT_ATTENTION),
     "causal, Inductor": Case(causal, HALF, SDPBackend.FLASH_ATTENTION, options=(("compile", "inductor"),)),
     "dropout": Case(dropped, HALF),
     "dropout, float32": Case(dropped, SINGLE),
@@ -138,7 +161,7 @@ def main() -> int:
         return 1
     wrong = list[str]()
     for name, case in CASES.items():
-        if options.only in name and not (options.device == "cpu" and case.attend is flexible):
+        if options.only in name and not (options.device == "cpu" and case.attend in (flexible, capped)):
             try:
                 rows = rows_of(name, case, options.positions, options.device, wrong)
                 print(table(["", "", "error", "of torch", "ms", "of torch", "MiB", "of torch"], rows), flush=True)
@@ -153,15 +176,15 @@ def rows_of(name: str, case: Case, positions: int, device: str, wrong: list[str]
     torch.manual_seed(1)
     inputs = [torch.randn(1, positions, WIDTH, device=device, dtype=case.dtype) for _ in range(2)]
     with sdpa_kernel(SDPBackend.MATH):
-        exact = step(case.model(device, torch.float64), [x.double() for x in inputs])
+        exact = step(case.model(device, positions, torch.float64), [x.double() for x in inputs])
     with case.chosen(device):
-        plain = case.model(device)
+        plain = case.model(device, positions)
         error_of_torch = far(step(plain, inputs), exact)
         cost_of_torch = cost(plain, inputs, device)
     rows = []
     for layout, (mesh, cut) in CUT.items():
         with case.chosen(device):
-            model = case.model(device)
+            model = case.model(device, positions)
             parallel = shardc.parallelize(model, mesh, cut, args=tuple(inputs), **dict(case.options))
         found = step(parallel, inputs)
         if case.attend is dropped and layout == "one op":

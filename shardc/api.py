@@ -257,7 +257,8 @@ def compile(
         attention: how it is computed where positions are cut: in a ``"ring"``, in which keys and values go from rank to
             rank; with positions whole and heads cut instead (``"ulysses"``), by as many neighbours as heads of keys
             allow, while keys go round the others; with keys and values whole on every rank (``"gather"``); by default
-            what sends least of the first two and what lies between them.
+            what sends least of the first two and what lies between them. With a mask that is learned they go round,
+            unless it says otherwise.
         wire: the codecs in which values are sent, ``{"dp": "int8", "tp activations": "bf16"}``: ``"bf16"``, ``"fp16"``,
             ``"fp8"``, ``"int8"`` or ``"int4"`` by axis, by what is sent (``gradients``, ``parameters``,
             ``activations``), by a glob over modules and parameters, or by several of these. The key with most words

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from shardc.language.errors import CaptureError
-from shardc.ops.attention.tiled import TILED, TILED_BACKWARD
+from shardc.ops.attention.tiled import TILED, TILED_BACKWARD, TILED_MASK_BACKWARD
 from shardc.ops.pointwise import unwritten
 from shardc.ops.random import poisson_quantile, seeded, uniform
 from shardc.program.node import ancestors, arguments, is_random
@@ -52,10 +52,11 @@ def _attention(program: Program, node: fx.Node, draw: Draw) -> None:
     """Attention with dropout and its backward, which drops the same, are given what they draw by."""
     q, k = (draw.given[name] for name in ("query", "key"))
     first = draw.index(draw.emit.shape(q)[:3], draw.emit.shape(k)[2])
-    backward = {user for item in node.users for user in item.users if user.target is TILED_BACKWARD}
+    targets = TILED_BACKWARD, TILED_MASK_BACKWARD
+    backward = {user for item in node.users for user in item.users if user.target in targets}
     for each in (node, *backward):
         given = arguments(each) | {"random": draw.random, "first": first, "draw": draw.key()}
-        each.args, each.kwargs = tuple(given.values()), {}
+        each.args, each.kwargs = tuple(given.values())[: len(each.args)], {}
         program.forget_rule(each)
 
 

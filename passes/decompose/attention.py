@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from math import gcd
 from typing import Any
@@ -13,15 +13,17 @@ from torch import fx
 from shardc.language.errors import ShardingError
 from shardc.language.mesh import NO_RING
 from shardc.language.sharding import TensorType, ceil_div, num_shards
-from shardc.ops.attention.mask import has_rows
-from shardc.ops.attention.ring import POSITIONS, Ring, ring_bytes
+from shardc.ops.attention.kernels import TILED_FAMILY
+from shardc.ops.attention.ring import POSITIONS, Ring, ring_bytes, wide_dims
 from shardc.ops.attention.rules import BACKWARD, FORWARD, RINGS, ring_attention, ring_attention_backward
-from shardc.ops.zigzag import zigzag
+from shardc.ops.attention.tiled import TILED, TILED_MASK_BACKWARD
 from shardc.options import GATHER, RING, ULYSSES
+from shardc.program.node import arguments
 from shardc.program.program import Program
 
+from ..emitter import Emitter
 from .along import Along, Results, Windowed
-from .mask import ROWS, Placed, as_wide, mask_program
+from .mask import Placed, as_wide, mask_program
 from .share_heads import HEADS, Shared, with_heads, with_positions
 
 
@@ -64,8 +66,8 @@ def _sent(along: Along, ring: Ring, ranks: int, target: Any) -> int:
 def _sharing_heads(along: Along, ring: Ring) -> int:
     """How many of the ranks that share the positions share the heads of keys instead: in auto what sends least.
 
-    1 where the model is given a mask with a row for each query, since a rank would need whole rows. Fewer than all
-    where the model makes such a mask, since only rings make it piece by piece.
+    1 where the model is given a mask with a row for each query, or learns one, since a rank would need whole rows.
+    Fewer than all where the model makes such a mask, since only rings make it piece by piece.
     """
     program, way = along.emit.program, along.emit.program.options.attention
     if way in (RING, GATHER):
@@ -76,12 +78,18 @@ def _sharing_heads(along: Along, ring: Ring) -> int:
             raise _undivided(along)
         return ways[-1]
     given = {leaf.along for leaf in ring.mask.leaves} if ring.mask is not None else set[str]()
-    if "both" in given:
+    if "both" in given or _learns_mask(along.node):
         return 1
     if "row" in given and ways[-1] == along.count:
         ways.pop()
     kinds = RINGS if _has_backward(program) else RINGS[:1]
     return min(ways, key=lambda ranks: sum(_sent(along, ring, ranks, kind) for kind in kinds))
+
+
+def _learns_mask(attention: fx.Node) -> bool:
+    """Whether the gradient of the mask of attention is asked for, or that of a backward."""
+    behind = (user for item in attention.users for user in item.users)
+    return any(node.target is TILED_MASK_BACKWARD for node in (attention, *behind))
 
 
 def _may_share(along: Along, ranks: int) -> bool:
@@ -121,12 +129,16 @@ def _ring(along: Along) -> tuple[Ring, list[Placed]]:
     family, travels = (FORWARD | BACKWARD)[along.node.target], program.options.attention != GATHER
     ring = Ring(family, along.count, *lengths, given["is_causal"], given["scale"], travels)
     ring = replace(ring, dropout=given.get("dropout_p", 0.0), draw=given.get("draw", 0))
+    ring = replace(ring, score_text=given.get("score_mod", ""))
     if mask is None:
         return ring, []
-    made, leaves = mask_program(program, mask)
+    if along.node.target is TILED_MASK_BACKWARD:
+        ring = replace(ring, of_mask=wide_dims(along.emit.shape(mask)))
+    made, leaves = mask_program(program, mask, ring.family == TILED_FAMILY)
     if not leaves:
         return ring, []
-    return replace(ring, travels=travels and not made.may_lower, made_by=astuple(made)), leaves
+    travels = travels and (ring.family == TILED_FAMILY or not made.may_lower)
+    return replace(ring, travels=travels, made_by=astuple(made)), leaves
 
 
 def _in_place(along: Along) -> Results:
@@ -151,19 +163,20 @@ def _grad(along: Along) -> str:
 
 
 def as_ring(
-    along: Along, in_zigzag: tuple[bool, bool] = (False, False), operands: Mapping[str, fx.Node] | None = None
-) -> Results:
+    along: Along, in_zigzag: tuple[bool, bool] = (False, False), operands: Mapping[str, fx.Node] | None = None,
+    order: Callable[[fx.Node], fx.Node] = lambda leaf: leaf,
+) -> Results:  # fmt: skip
     """The op as a ring.
 
-    ``in_zigzag``: whether queries, and keys, are in zigzag; the mask is in order. ``operands``: stand for the op's own.
+    ``in_zigzag``: whether queries, and keys, are in zigzag. ``operands``: stand for the op's own. ``order``: brings the
+    rows of what the mask is made of, ``[samples, heads, rows, columns]``, into the order of queries.
     """
     emit, given, (ring, made_of) = along.emit, {**along.given, **(operands or {})}, _ring(along)
     ring = replace(ring, in_zigzag=in_zigzag)
     leaves = [
-        as_wide(emit, leaf, *each) for leaf, each in zip(ring.mask.leaves if ring.mask else (), made_of, strict=True)
+        order(as_wide(emit, leaf, *each))
+        for leaf, each in zip(ring.mask.leaves if ring.mask else (), made_of, strict=True)
     ]
-    if in_zigzag[0]:
-        leaves = [emit(zigzag, x, ROWS, 1, 1, ring.count, True) if has_rows(emit.shape(x)) else x for x in leaves]
     leaves += [given["random"], given["first"]] if ring.dropout else []
     q, k, v = (given[name] for name in ("query", "key", "value"))
     fixed, more = ((), POSITIONS, ring.values), emit.program.types(along.node)
@@ -178,13 +191,44 @@ def as_ring(
     return [*results, *[None] * len(more[len(results) :])]
 
 
+def learned_masks(program: Program) -> list[tuple[fx.Node, fx.Node]]:
+    """Attention of torch's kernels of which the mask's gradient is asked for, each with its backward."""
+    pairs = list[tuple[fx.Node, fx.Node]]()
+    for node in program.calls:
+        given = arguments(node) if node.target in BACKWARD else {}
+        if given.get("grad_input_mask", [False])[-1] and not given["is_causal"]:
+            forward, _ = program.value(given["logsumexp"])
+            pairs += [(forward, node)] if forward.target in FORWARD else []
+    return pairs
+
+
+def with_own_kernels(program: Program, pairs: Iterable[tuple[fx.Node, fx.Node]]) -> Program:
+    """The program with these attentions by kernels of our own, which go round with the gradient of a mask."""
+    for forward, backward in pairs:
+        given = arguments(forward)
+        options = (None, None, 0.0, 0, False, given["attn_bias"], given["scale"])
+        _replace(program, forward, TILED, [given[name] for name in ("query", "key", "value")], options)
+        given = arguments(backward)
+        names = ("grad_out_", "query", "key", "value", "out", "logsumexp")
+        _replace(program, backward, TILED_MASK_BACKWARD, [given[name] for name in names], options)
+    return program
+
+
+def _replace(program: Program, node: fx.Node, op: Any, operands: Sequence[fx.Node], options: tuple[Any, ...]) -> None:
+    with program.graph.inserting_before(node):
+        emit = Emitter(program, node)
+        results = emit.results(emit(op, *operands, *options))
+        more = program.types(node)[len(results) :]  # seeds, which the backward reads that is replaced too
+        program.replace(node, [*results, *(emit(torch.ops.aten.zeros.default, []) for _ in more)])
+
+
 def no_ring(program: Program) -> list[str]:
     """A note where the user asks for rings, and no attention is one."""
     targets = [node.target for node in program.calls]
     if program.options.attention != RING or any(target in RINGS for target in targets):
         return []
     is_fused = any(target in FORWARD for target in targets)
-    why = "none has its positions cut" if is_fused else "softmax is written out, or masks have gradients"
+    why = "none has its positions cut" if is_fused else "softmax is written out, or a function changes scores"
     remedy = "cut positions of an input" if is_fused else "write F.scaled_dot_product_attention, in transformers 'sdpa'"
     return [f"{NO_RING}, as {why}: {remedy}"]
 

@@ -10,7 +10,8 @@ slices need only the edges of neighbours' chunks::
 
 So cross entropy over a cut vocabulary moves a few numbers a token. An op is taken apart only where that moves fewer
 bytes than gathering, and only along axes that it would have for that dim. Then the program is propagated again, which
-may cut the dims of further ops. Invariant: every value that is left is as before, but for rounding.
+may cut the dims of further ops. First attention of torch's kernels whose mask needs a gradient, and whose positions are
+cut, becomes that of our own. Invariant: every value that is left is as before, but for rounding.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from shardc.costs.count import flops_of
 from shardc.language.rule import Dims, Rule
 from shardc.language.sharding import WHOLE, DimSharding, Sharding, ceil_div, num_shards
 from shardc.ops.index import lookup_rows, scatter_rows
+from shardc.options import ULYSSES
 from shardc.program.communication import bytes_sent, is_collective
 from shardc.program.node import arguments, op_name
 from shardc.program.program import Program, Value
@@ -39,7 +41,7 @@ from ..reshard.choose_cuts import Arrivals, assign, claims_on, current_shardings
 from ..reshard.insert_reshards import insert_reshards
 from ..reshard.lower_reshards import lower_reshards
 from .along import Along, Results, Windowed
-from .attention import ATTENTION, no_ring
+from .attention import ATTENTION, learned_masks, no_ring, with_own_kernels
 from .convolution import CONVOLUTIONS
 from .index import INDEXING, lookup_moves
 from .pool import POOLS, RESAMPLINGS
@@ -52,8 +54,23 @@ aten = torch.ops.aten
 
 def decompose(program: Program) -> Program:
     """The program with ops taken apart where that moves fewer bytes."""
-    program = cheapest_ends(program, _decomposed)
+    program = cheapest_ends(_with_own_kernels(program), _decomposed)
     return replace(program, notes=(*program.notes, *no_ring(program)))
+
+
+def _with_own_kernels(program: Program) -> Program:
+    """Attention whose positions arrive cut by kernels of our own, where those of torch cannot go round."""
+    pairs = [(forward, node) for forward, node in learned_masks(program) if _is_in_chunks(program, node)]
+    if not pairs or program.options.attention == ULYSSES:
+        return program
+    names, program = [(a.name, b.name) for a, b in pairs], program.copy(level="canonical")
+    nodes = {node.name: node for node in program.calls}
+    return propagate(cut_blocks(with_own_kernels(program, [(nodes[a], nodes[b]) for a, b in names])))
+
+
+def _is_in_chunks(program: Program, node: fx.Node) -> bool:
+    rule = program.rule(node)
+    return any(factor in rule.chunks for factor in _arriving(program, node, rule))
 
 
 def _decomposed(program: Program) -> Program:

@@ -23,16 +23,18 @@ NDIM, ROWS, COLUMNS = 4, 2, 3  # dims of a mask: samples, heads, rows and column
 Placed = tuple[fx.Node, tuple[int | None, ...]]  # a value, and for each of its dims that of the mask; None of one of 1
 
 
-def mask_program(program: Program, mask: fx.Node) -> tuple[Mask, list[Placed]]:
+def mask_program(program: Program, mask: fx.Node, has_bias: bool = False) -> tuple[Mask, list[Placed]]:
     """How a mask is made, and the values that it is made of; the mask itself where it is not made of vectors.
 
-    Of nothing where it is 0 everywhere, as one is that a model makes for want of another.
+    ``has_bias``: one value may be numbers of all rows and columns, as a bias is, which padding and the like hide in
+    part. Of nothing where it is 0 everywhere, as one is that a model makes for want of another.
     """
     finder, place = _Finder(program), tuple(range(NDIM))[NDIM - len(program.type(mask).shape) :]
     finder.enter(mask, place)
     wide = [node for node, dims in finder.leaves if finder.is_wide(node, dims)]
+    num_biases = sum(program.type(node).dtype != torch.bool for node in wide)
     as_it_is: tuple[Mask, list[Placed]] = AS_IT_IS, [(mask, place)]
-    if len(finder.steps) > MOST_STEPS or any(program.type(node).dtype != torch.bool for node in wide):
+    if len(finder.steps) > MOST_STEPS or num_biases > has_bias:
         return as_it_is
     places = {each: i for i, each in enumerate((*finder.leaves, *finder.steps))}
     steps = tuple(finder.step(*each, places) for each in finder.steps)

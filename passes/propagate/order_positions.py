@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import fx
@@ -27,15 +28,17 @@ from shardc.language.errors import ShardingError
 from shardc.language.partition import P
 from shardc.language.rule import Dims, Rule
 from shardc.language.sharding import WHOLE
+from shardc.ops.attention.mask import has_rows
 from shardc.ops.attention.ring import POSITIONS
 from shardc.ops.attention.rules import FORWARD, is_attention
+from shardc.ops.attention.tiled import TILED_MASK_BACKWARD
 from shardc.ops.zigzag import in_order, zigzag
 from shardc.options import ULYSSES
 from shardc.program.node import arguments, is_annotation, operands, set_operands
 from shardc.program.program import Pin, Program, Value
 
 from ..decompose.along import Along
-from ..decompose.attention import as_ring
+from ..decompose.attention import as_ring, learned_masks, with_own_kernels
 from ..emitter import Emitter
 
 ANNOTATE = torch.ops.shardc.annotate.default
@@ -47,7 +50,7 @@ def order_positions(program: Program) -> Program:
     if not is_asked and not any(_spec(node).zigzags for node in program.calls if is_annotation(node)):
         return program
     program = program.edited()
-    order = _Order(program)
+    order = _Order(with_own_kernels(program, learned_masks(program)))
     for node in list(program.calls):
         with program.graph.inserting_before(node):
             order.enter(node)
@@ -220,9 +223,9 @@ class _Order:
         given, program = arguments(node), self.program
         q, k, v = (given[name] for name in ("query", "key", "value"))
         orders = [self._own(program.value(x)) for x in (q, k)]
-        mask = given.get("grad_input_mask")
         folds = [fold for own in orders for dim, fold in own.items() if dim == POSITIONS and _is_plain(fold)]
-        is_ring = folds and all(dim == POSITIONS for own in orders for dim in own) and not (mask and mask[3])
+        learns_mask = given.get("grad_input_mask", [False])[-1]  # by a kernel of torch, which cannot go round with that
+        is_ring = folds and all(dim == POSITIONS for own in orders for dim in own) and not learns_mask
         if is_ring and program.options.attention == ULYSSES:
             raise _whole_positions(program, node, folds[0])
         of_queries, of_keys = (self._in_ring(own, folds[0]) if is_ring else {} for own in orders)
@@ -234,15 +237,31 @@ class _Order:
         if not is_ring:
             return
         along = Along(Emitter(program, node), POSITIONS, folds[0].count)
-        results = as_ring(along, (bool(of_queries), bool(of_keys)))
+        results = as_ring(along, (bool(of_queries), bool(of_keys)), order=partial(self._with_rows, of_queries))
         assert isinstance(results, list)
         program.replace(node, results)
-        of_results = (of_queries,) * 2 if node.target in FORWARD else (of_queries, of_keys, of_keys)
+        in_rows = self._of_rows(node, of_queries)
+        of_results = (of_queries,) * 2 if node.target in FORWARD else (of_queries, of_keys, of_keys, in_rows)
         for result, own in zip(results, of_results, strict=False):
             if result is not None and own:
                 self.folds[program.value(result)] = own
         for result in filter(None, results):
             self.is_data.setdefault(program.value(result)[0], False)
+
+    def _with_rows(self, of_queries: Folds, leaf: fx.Node) -> fx.Node:
+        """What a mask is made of with its rows in the order of queries, computed so where it is no data."""
+        type_ = self.program.type(leaf)
+        if not of_queries or not has_rows(type_.shape):
+            return leaf
+        if type_.dtype.is_floating_point and type_.shape[-1] > 1:
+            return self.get(leaf, of_queries)
+        return Emitter(self.program, leaf)(zigzag, leaf, POSITIONS, 1, 1, of_queries[POSITIONS].count, True)
+
+    def _of_rows(self, node: fx.Node, of_queries: Folds) -> Folds:
+        """The order of the gradient of a mask whose rows are in that of queries."""
+        type_ = self.program.types(node)[3] if node.target is TILED_MASK_BACKWARD else None
+        shape = () if type_ is None else type_.shape
+        return {len(shape) - 2: fold for fold in of_queries.values()} if has_rows(shape) else {}
 
     @staticmethod
     def _in_ring(own: Folds, fold: Fold) -> Folds:

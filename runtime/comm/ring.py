@@ -49,7 +49,7 @@ def ring_attention_backward(
     comm: Comm, axes: PartNames, dim: int, values: tuple[Any, ...], grads: Tensors, qs: Tensors, ks: Tensors,
     vs: Tensors, outs: Tensors, lses: Tensors, *leaves: Tensors,
 ) -> list[Row]:  # fmt: skip
-    """The gradients of each rank's queries, keys and values.
+    """The gradients of each rank's queries, keys and values, and of its rows of the mask where that is asked for.
 
     Those of keys and values travel one step behind them, each rank adding its part. From the last rank that sees the
     keys they go to their own, where its own part is added.
@@ -60,7 +60,8 @@ def ring_attention_backward(
     gradients = [Gradients(ring, *each) for each in zip(indices, *columns, strict=True)]
     met: Rows = list(zip(ks, vs, strict=True))
     if not ring.travels:
-        return [_gradients(own, own.meet(None, *row), q, row) for own, q, row in zip(gradients, qs, met, strict=True)]
+        alone = zip(gradients, qs, met, strict=True)
+        return [own.results(_like(own.meet(None, *row), row), q) for own, q, row in alone]
     seen = ring.rows(min(1, last))  # of each chunk, by other ranks
     parts, travelling = list[Row](), None  # what queries add in a step, and sums on their way
     for step in range(last + 1):
@@ -76,12 +77,7 @@ def ring_attention_backward(
         met = arriving()
     sums = of_own if travelling is None else _added(of_own, ring.rows(0), travelling(), seen)
     own_rows = zip(ks, vs, strict=True)
-    return [_gradients(*each) for each in zip(gradients, sums, qs, own_rows, strict=True)]
-
-
-def _gradients(own: Gradients, of_keys: Row, q: Tensor, row: Sequence[Tensor]) -> Row:
-    """The gradients of queries, keys and values, in their dtypes."""
-    return own.of_queries.to(q.dtype), *_like(of_keys, row)
+    return [own.results(_like(*each), q) for own, q, *each in zip(gradients, qs, sums, own_rows, strict=True)]
 
 
 def _send_on(comm: Comm, axes: PartNames, met: Rows, step: int, ring: Ring) -> Callable[[], Rows]:

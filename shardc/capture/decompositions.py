@@ -55,8 +55,8 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
 class FunctionRewrites(TorchFunctionMode):
     """In the block some functions of torch run in another form, whose trace holds ops that have rules.
 
-    - Attention with dropout, or with values of another head size than keys, is an op of our own; where that cannot do
-      it, it is separate ops.
+    - Attention with dropout, or on CPUs with values of another head size than keys or a mask that needs a gradient, is
+      an op of our own; where that cannot do it, it is separate ops.
     - Recurrent layers with dropout between them run layer by layer.
     - Resampling stays one op. Torch's Python dispatcher would expand it into lookups of every pixel; of the op, a rank
       with a part of an image needs its neighbours' edges alone.
@@ -92,8 +92,8 @@ def _attention(
         mask = attn_mask if attn_mask is None or attn_mask.ndim < 3 else attn_mask.unsqueeze(1)
         q, k, v = (x.unsqueeze(1) for x in (query, key, value))
         return _attention(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa).squeeze(1)
-    is_fused = query.shape[-1] == value.shape[-1] or query.device.type == "cuda"  # by a kernel of torch
-    if dropout_p or not is_fused:
+    is_odd = query.shape[-1] != value.shape[-1] or (attn_mask is not None and attn_mask.requires_grad)
+    if dropout_p or (is_odd and query.device.type != "cuda"):  # where no kernel of torch does it
         q, k, v = map(_as_autocast_does, (query, key, value))
         if _are_heads(q, k, v, enable_gqa) and 0.0 <= dropout_p <= 1.0:
             if attn_mask is None:
@@ -107,6 +107,17 @@ def _attention(
         )
 
 
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, score_mod: str
+) -> Tensor:
+    """Attention whose scores a ``ScoreMod`` of this text changes, if there is one, before a mask is added."""
+    has_fewer_keys = query.shape[1] != key.shape[1]
+    if not score_mod:
+        return scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=has_fewer_keys)
+    mask = None if mask is None else _added(mask, query)
+    return tiled_attention(query, key, value, None, None, 0.0, 0, False, mask, scale, score_mod)[0]
+
+
 def _are_heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> bool:
     """Whether these are ``[batch, heads, positions, size]`` of one batch and dtype, whose heads go together."""
     if not q.ndim == k.ndim == v.ndim == 4 or not q.dtype == k.dtype == v.dtype or k.shape[:3] != v.shape[:3]:
@@ -116,11 +127,11 @@ def _are_heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> bool:
 
 
 def _is_mask(mask: Tensor, q: Tensor, k: Tensor) -> bool:
-    """Whether it is a mask that torch takes, and needs no gradient; of others torch says what is wrong."""
+    """Whether it is a mask that torch takes; of others torch says what is wrong."""
     shape = (*q.shape[:3], k.shape[2])
     fits = all(own in (1, size) for own, size in zip(mask.shape[::-1], shape[::-1], strict=False))
     is_added = mask.dtype in (torch.float32, q.dtype)
-    return mask.ndim in (2, 3, 4) and fits and not mask.requires_grad and (is_added or mask.dtype == torch.bool)
+    return mask.ndim in (2, 3, 4) and fits and (is_added or mask.dtype == torch.bool)
 
 
 def _added(mask: Tensor, q: Tensor) -> Tensor:

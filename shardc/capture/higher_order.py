@@ -22,15 +22,19 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode, dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from shardc.capture.decompositions import attention
 from shardc.capture.model import override_attribute
 from shardc.capture.values.refusals import user_location
+from shardc.capture.values.scores import added_to, steps_between, sum_of
 from shardc.language.errors import CaptureError
 from shardc.language.sharding import TensorType
+from shardc.ops.attention.mask import Step
+from shardc.ops.attention.score import ScoreMod, run_steps
+from shardc.ops.reduction import wide_dtype
 from shardc.program.node import last_node, takes_device
 from shardc.program.opaque import Opaque, call, hold_opaques
 
@@ -143,33 +147,70 @@ def _associative_scan(combine: Callable[..., Any], xs: Sequence[Tensor], additio
 
 def _flex_attention(query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, scale: float,
                     kernel_options: Any, score_buffers: Any = (), mask_buffers: Any = ()) -> Any:  # fmt: skip
-    """Fused attention with a mask, where scores are not changed; else scores, mask and softmax as ops.
+    """Fused attention with a mask, also where scores are changed one by one; else scores, mask and softmax as ops.
 
     Its logsumexp is computed as ops, and gone where nobody reads it.
     """
     plain = importlib.import_module(f"{_HOME}.flex_attention").math_attention
     out, *others = plain(query, key, value, score_mod, block_mask, scale, kernel_options, score_buffers, mask_buffers)
     is_unchanged = score_mod is importlib.import_module("torch.nn.attention.flex_attention")._identity
-    if is_unchanged and query.size(0) == key.size(0):
-        try:
-            seen = _seen(query, key, block_mask[-1], mask_buffers)
-        except (RuntimeError, IndexError, TypeError, ValueError):  # it takes single positions alone, as vmap gives them
-            return out, *others
-        if seen is None or seen.dim() == 4:
-            has_fewer_keys = query.size(1) != key.size(1)
-            out = scaled_dot_product_attention(query, key, value, seen, scale=scale, enable_gqa=has_fewer_keys)
-    return out, *others
+    if query.size(0) != key.size(0):
+        return out, *others
+    try:
+        seen = _seen(query, key, block_mask[-1], mask_buffers)
+        changed = ("", None) if is_unchanged else _changed(query, key, score_mod, score_buffers)
+    except (RuntimeError, IndexError, TypeError, ValueError):  # it takes single positions alone, as vmap gives them
+        return out, *others
+    if changed is None or (seen is not None and seen.dim() != 4):
+        return out, *others
+    text, mask = changed
+    if mask is None:
+        mask = seen
+    elif seen is not None:
+        mask = torch.where(seen, mask, torch.scalar_tensor(-torch.inf, dtype=mask.dtype, device=mask.device))
+    return attention(query, key, value, mask, scale, text), *others
+
+
+def _vectors(query: Tensor, key: Tensor) -> list[Tensor]:
+    """The indices of samples, heads, queries and keys, as ``[samples, heads, queries, keys]``."""
+    sizes = *query.shape[:3], key.shape[2]
+    return [
+        torch.arange(size, device=query.device).view([size if i == dim else 1 for i in range(4)])
+        for dim, size in enumerate(sizes)
+    ]
 
 
 def _seen(query: Tensor, key: Tensor, mask_mod: Callable[..., Tensor], buffers: Sequence[Any]) -> Tensor | None:
     """Which keys each query sees, of vectors of positions; None where it sees all."""
-    sizes = *query.shape[:3], key.shape[2]
-    vectors = (
-        torch.arange(size, device=query.device).view([size if i == dim else 1 for i in range(4)])
-        for dim, size in enumerate(sizes)
-    )
-    seen = mask_mod(*vectors, *buffers)
+    seen = mask_mod(*_vectors(query, key), *buffers)
     return seen if seen.dim() else None
+
+
+def _changed(
+    query: Tensor, key: Tensor, score_mod: Callable[..., Tensor], buffers: Sequence[Any]
+) -> tuple[str, Tensor | None] | None:
+    """What becomes of each score by itself, as the text of a ``ScoreMod``, and what is added; None for any other."""
+    captured, vectors = Bodies("flex_attention"), _vectors(query, key)
+    scores = query.new_empty((), dtype=wide_dtype(query.dtype)).expand(*query.shape[:3], key.shape[2])
+    traced = captured.body(lambda *given: score_mod(*given, *buffers), [scores, *vectors]).traced()
+    root, added = added_to(traced.forward_graph.graph)
+    first = next(iter(root.graph.nodes))
+    changed = "" if root is first else _changing(steps_between([first], root), scores)
+    if changed is None:
+        return None
+    total = sum_of(traced.forward_graph, added, [*vectors, *captured.outside])
+    mask = None if total is None else total.reshape((1,) * (4 - total.dim()) + total.shape).to(query.dtype)
+    return changed, mask
+
+
+def _changing(steps: tuple[Step, ...] | None, scores: Tensor) -> str | None:
+    """The text of the ``ScoreMod`` of these steps; None where its derivative has other steps than such."""
+    if steps is None:
+        return None
+    vjp = Bodies("flex_attention").body(lambda s: run_steps(steps, [s]), [scores]).traced().vjp_graph.graph
+    results: Any = last_node(vjp).args[0]
+    derivative = steps_between([node for node in vjp.nodes if node.op == "placeholder"], results[0])
+    return None if derivative is None else ScoreMod(steps, derivative).text
 
 
 def _listed(types: Sequence[TensorType]) -> str:

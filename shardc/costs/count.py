@@ -17,7 +17,7 @@ from shardc.language.mesh import MICROBATCH
 from shardc.language.partition import parse_part
 from shardc.language.sharding import TensorType, dtype_name
 from shardc.ops.attention.rules import RINGS, is_attention, ring_flops
-from shardc.ops.attention.tiled import TILED, TILED_BACKWARD
+from shardc.ops.attention.tiled import TILED, TILED_BACKWARD, TILED_MASK_BACKWARD
 from shardc.ops.contraction import DOT_RINGS, chunk_calls, dot, dots_flops
 from shardc.ops.tier import TRANSFERS
 from shardc.options.options import OPTIMIZERS
@@ -35,6 +35,7 @@ aten = torch.ops.aten
 COUNTED_AS = {  # op without a formula in torch: the op with the same operands whose formula is used
     TILED.overloadpacket: aten._scaled_dot_product_flash_attention,
     TILED_BACKWARD.overloadpacket: aten._scaled_dot_product_flash_attention_backward,
+    TILED_MASK_BACKWARD.overloadpacket: aten._scaled_dot_product_flash_attention_backward,
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }

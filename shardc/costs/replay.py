@@ -32,9 +32,9 @@ from shardc.language.sharding import TensorType, ceil_div, chunk_of, num_shards
 from shardc.language.words import PARTS, Part
 from shardc.ops.attention.kernels import TILED_FAMILY
 from shardc.ops.attention.products import tiled_workspace
-from shardc.ops.attention.ring import TILE, ring_workspace
+from shardc.ops.attention.ring import TILE, mask_workspace, ring_workspace
 from shardc.ops.attention.rules import ring_attention_backward
-from shardc.ops.attention.tiled import TILED, TILED_BACKWARD
+from shardc.ops.attention.tiled import TILED, TILED_BACKWARD, TILED_MASK_BACKWARD
 from shardc.ops.contraction import DOT_RINGS, dots_workspace
 from shardc.ops.tier import MOST_UNDER_WAY, offload
 from shardc.program.collective import mask_padding
@@ -169,17 +169,21 @@ class _Replay:
 
     def _workspace(self, node: fx.Node) -> Blocks:
         """What a call holds besides operands and results while it runs: keys and values that come round, and scores."""
-        ring, nbytes = ring_of(node), 0
-        is_backward = node.target in (ring_attention_backward, TILED_BACKWARD)
+        ring, nbytes, tiled = ring_of(node), 0, (TILED, TILED_BACKWARD, TILED_MASK_BACKWARD)
+        is_backward = node.target in (ring_attention_backward, *tiled[1:])
         if ring is not None and is_collective(node):
             nbytes += ring_workspace(ring, *self._types(goes_round(node)[:2]), is_backward=is_backward)
         if node.target in DOT_RINGS:
             types = local_types(self.program, node)
             nbytes += dots_workspace(node.target, node.args, num_chunks(self.program, node), *types)
-        if node.target in (TILED, TILED_BACKWARD) or (ring is not None and ring.family == TILED_FAMILY):
+        if node.target in tiled or (ring is not None and ring.family == TILED_FAMILY):
             q, k = self._types([each for each in node.args if isinstance(each, fx.Node)][is_backward:][:2])
-            dropout = ring.dropout if ring is not None else arguments(node)["dropout_p"]
-            nbytes += tiled_workspace(q, k, TILE, dropout, is_backward=is_backward)
+            given = {} if ring is not None else arguments(node)
+            dropout, text = (ring.dropout, ring.score_text) if ring else (given["dropout_p"], given["score_mod"])
+            nbytes += tiled_workspace(q, k, TILE, dropout, text, is_backward=is_backward)
+        has_mask = node.target is TILED_MASK_BACKWARD or (ring is not None and ring.of_mask)
+        if has_mask and (of_mask := self.program.local_type(node, 3)):
+            nbytes = mask_workspace(of_mask, nbytes)
         return (Block((node, -1), nbytes, "working"),) if nbytes else ()
 
     def _types(self, nodes: Iterable[fx.Node]) -> list[TensorType]:

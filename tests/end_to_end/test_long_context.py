@@ -43,13 +43,18 @@ def check_model(
     if has_mask:
         inputs["attention_mask"] = (torch.arange(length) >= torch.tensor([0, 3, 0, 7]).unsqueeze(1)).long()
     compiled = compile(model, mesh, dict.fromkeys(inputs, P(batch, axis)), kwargs=inputs, **options)
+    check_compiled_model(compiled, model, inputs)
+    return compiled
+
+
+def check_compiled_model(compiled: Any, model: nn.Module, inputs: dict[str, Tensor]) -> None:
+    """The loss and gradients of a compiled step must be those of a model on one device."""
     outputs, gradients = compiled.simulate(**inputs)
     loss = model(**inputs).loss
     loss.backward()
     torch.testing.assert_close(outputs.loss, loss, rtol=0, atol=1e-5)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-5, msg=name)
-    return compiled
 
 
 @pytest.mark.parametrize("has_mask", [False, True], ids=["", "padded"])
@@ -109,6 +114,43 @@ def test_gpt2_drops_by_default_and_alike_on_every_mesh(mesh: Mesh, options: Any)
     torch.testing.assert_close(outputs.loss, alone.loss, rtol=0, atol=1e-5)
     for name, gradient in wanted.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-5, msg=name)
+    assert kinds_sent(compiled).count("ring_attention") == 2
+    assert "all_gather" not in {each.kind for each in compiled.collectives}
+
+
+@pytest.mark.parametrize("has_mask", [False, True], ids=["", "padded"])
+def test_t5_learns_its_bias_of_positions_in_rings(has_mask: bool) -> None:
+    """Two of them in each layer of the decoder; token ids alone are gathered, and no rank has a bias of all rows.
+
+    Where there is padding, keys of the attention to the encoder are gathered, as numbers hide them.
+    """
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "num_layers": 1, "num_decoder_layers": 2}
+    config = hf.T5Config(**sizes, vocab_size=64, dropout_rate=0.0, decoder_start_token_id=0, use_cache=False)
+    model = hf.T5ForConditionalGeneration(config)
+    compiled = check_model(model, Mesh(dp=2, cp=2), 24, has_mask, attention="ring")
+    if has_mask:
+        return
+    kinds = [kinds_sent(compiled, phase) for phase in ("forward", "backward")]
+    assert {each.dtype for each in compiled.collectives if each.kind == "all_gather"} <= {"int64"}
+    assert kinds[0].count("ring_attention") == kinds[1].count("ring_attention_backward") == 5
+    program = compiled.program
+    types = [program.local_type(node, i) for node in program.calls for i, _ in enumerate(program.types(node))]
+    assert not [type_ for type_ in types if type_ and type_.shape[-2:] == (24, 24)]
+
+
+@pytest.mark.parametrize("axis", ["cp", "cp:zigzag"])
+def test_gemma2_caps_scores_in_rings(axis: str) -> None:
+    """By ``flex_attention``, of which its model on one device has no backward on CPUs."""
+    torch.manual_seed(0)
+    config = {**SIZES, "head_dim": 8, "sliding_window": 8, "attn_logit_softcapping": 2.0}
+    plain = hf.Gemma2ForCausalLM(hf.Gemma2Config(**config, attn_implementation="eager"))
+    model = hf.Gemma2ForCausalLM(hf.Gemma2Config(**config, attn_implementation="flex_attention"))
+    model.load_state_dict(plain.state_dict())
+    ids = torch.randint(0, 64, (2, 24))
+    inputs = {"input_ids": ids, "labels": ids}
+    compiled = compile(model, Mesh(cp=2), dict.fromkeys(inputs, P(None, axis)), kwargs=inputs, attention="ring")
+    check_compiled_model(compiled, plain, inputs)
     assert kinds_sent(compiled).count("ring_attention") == 2
     assert "all_gather" not in {each.kind for each in compiled.collectives}
 

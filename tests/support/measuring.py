@@ -15,8 +15,8 @@ from shardc.api import Compiled
 from shardc.language.sharding import TensorType
 from shardc.language.words import Part
 from shardc.ops.attention.products import tiled_workspace
-from shardc.ops.attention.ring import TILE
-from shardc.ops.attention.tiled import TILED, TILED_BACKWARD
+from shardc.ops.attention.ring import TILE, mask_workspace
+from shardc.ops.attention.tiled import TILED, TILED_BACKWARD, TILED_MASK_BACKWARD
 from shardc.runtime.comm.comm import REDUCE, Comm
 from shardc.runtime.comm.simulated import SimulatedComm
 from shardc.runtime.execute.executor import Executor
@@ -99,10 +99,12 @@ class Scores(TorchDispatchMode):
     held = torch.empty(0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (TILED, TILED_BACKWARD):
-            is_backward = func is TILED_BACKWARD
+        if func in (TILED, TILED_BACKWARD, TILED_MASK_BACKWARD):
+            is_backward = func is not TILED
             q, k = map(TensorType.of, args[is_backward:][:2])
-            nbytes = tiled_workspace(q, k, TILE, args[-5], is_backward=is_backward)
+            nbytes = tiled_workspace(q, k, TILE, args[5 + 3 * is_backward], is_backward=is_backward)
+            if func is TILED_MASK_BACKWARD:
+                nbytes = mask_workspace(TensorType.of(args[11]), nbytes)
             self.held = torch.empty(nbytes, dtype=torch.uint8)
         return func(*args, **(kwargs or {}))
 

@@ -11,6 +11,8 @@ but what that kernel does (Ring Attention, Liu et al. 2023).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -28,7 +30,7 @@ class Joined:
     """
 
     def __init__(self, ring: Ring, index: int, q: Tensor, v: Tensor, *leaves: Tensor) -> None:
-        self.ring, self.index, self.q, self.leaves = ring, index, q, ring.with_stream(leaves)
+        self.ring, self.index, self.q, self.leaves = ring, index, q, ring.prepared(leaves)
         batch, heads, rows, _ = q.shape
         self.out = v.new_zeros([batch, rows, heads, v.shape[3]], dtype=wide_dtype(v.dtype)).transpose(1, 2)
         self.lse = v.new_full(q.shape[:3], -torch.inf, dtype=self.out.dtype)
@@ -54,20 +56,23 @@ class Joined:
 
 
 class Gradients:
-    """The gradients that a chunk of queries gives. State: ``of_queries``, a sum over the keys that it has met."""
+    """The gradients that a chunk of queries gives.
+
+    State: ``of_queries``, a sum over the keys that it has met; ``of_mask``, in the columns of these keys.
+    """
 
     def __init__(
         self, ring: Ring, index: int, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, *leaves: Tensor
     ) -> None:
-        self.ring, self.index, self.rows, self.leaves = ring, index, (grad, q, out, lse), ring.with_stream(leaves)
-        self.of_queries = q.new_zeros(q.shape, dtype=wide_dtype(q.dtype))
+        self.ring, self.index, self.rows, self.leaves = ring, index, (grad, q, out, lse), ring.prepared(leaves)
+        self.of_queries, self.of_mask = q.new_zeros(q.shape, dtype=wide_dtype(q.dtype)), ring.zeros_of_mask(q)
 
     def meet(self, source: int | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """What the queries add to the gradients of a chunk of keys and values, or of all if ``source`` is None."""
         dk, dv = (x.new_zeros(x.shape, dtype=wide_dtype(x.dtype)) for x in (k, v))
         for tile in self.ring.tiles(self.index, source, self.of_queries.is_cuda):
             grad, q, out, lse = (x[:, :, tile.rows] for x in self.rows)
-            scores = self.ring.scores(tile, self.leaves)
+            scores = self.ring.scores(tile, self.leaves, self.of_mask)
             run = kernels(self.ring.family, scores).backward
             parts = run(grad, q, k[:, :, tile.columns], v[:, :, tile.columns], out, lse, scores)
             for total, part in zip(
@@ -75,3 +80,8 @@ class Gradients:
             ):
                 total += part
         return dk, dv
+
+    def results(self, of_keys: Sequence[Tensor], q: Tensor) -> tuple[Tensor, ...]:
+        """The gradients of queries, keys and values, and of the mask where it is asked for, in their dtypes."""
+        of_mask = () if self.of_mask is None else (self.of_mask.to(q.dtype),)
+        return self.of_queries.to(q.dtype), *of_keys, *of_mask

@@ -19,6 +19,8 @@ from shardc.language.sharding import TensorType
 from shardc.ops.random import uniform_of
 from shardc.ops.reduction import wide_dtype
 
+from .score import ScoreMod, score_mod_of
+
 Heads = tuple[slice, slice]  # some samples, and some heads of theirs
 MOST_SCORES = 2**21  # that are made at a time
 MORE_ON_CUDA = 16  # times as many; compiled they hold 4 bytes of each in forward and 8 in backward
@@ -49,12 +51,19 @@ class Dropout:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What becomes of scores: they are multiplied by ``scale``, and a ``mask`` is added."""
+    """What becomes of scores: they are multiplied by ``scale``, and a ``mask`` is added.
+
+    ``shift``: what the logsumexp of each query is given less of, ``[..., queries, 1]``. ``of_mask``: to which backward
+    adds the gradient of the mask. ``score_mod``: changes scores before the mask is added.
+    """
 
     mask: Tensor | None
     is_causal: bool
     scale: float | None
     dropout: Dropout | None = None
+    shift: Tensor | None = None
+    of_mask: Tensor | None = None
+    score_mod: ScoreMod | None = None
 
     @property
     def hidden(self) -> Tensor:
@@ -71,14 +80,24 @@ class Scores:
         """By default 1 / sqrt(head size)."""
         return q.shape[-1] ** -0.5 if self.scale is None else self.scale
 
-    def of(self, heads: Heads, shape: torch.Size) -> tuple[Any, ...]:
-        """What ``_to_probabilities`` needs for the scores of some heads, which have a shape."""
-        mask = self.mask
-        if mask is not None and mask.ndim == len(shape):
-            mask = mask[
-                tuple(slice(None) if size == 1 else some for size, some in zip(mask.shape, heads, strict=False))
-            ]
-        return mask, self.is_causal, None if self.dropout is None else self.dropout.of(heads)
+    def of(self, heads: Heads) -> tuple[Any, ...]:
+        """What ``_to_probabilities`` needs for the scores of some heads."""
+        mask, shift = _of_mask(self.mask, heads), _of_mask(self.shift, heads)
+        return mask, shift, self.is_causal, None if self.dropout is None else self.dropout.of(heads)
+
+    def changed(self, s: Tensor) -> Tensor:
+        """Scores before the mask is added."""
+        return s if self.score_mod is None else self.score_mod.changed(s)
+
+    def gradients(self, s: Tensor, ds: Tensor) -> Tensor:
+        """The gradients of products of queries and keys ``s``, from those of the changed scores."""
+        return ds if self.score_mod is None else self.score_mod.gradients(s, ds)
+
+    def add_gradient(self, ds: Tensor, heads: Heads) -> None:
+        """Add the gradients of the scores of some heads to that of the mask."""
+        of_mask = _of_mask(self.of_mask, heads)
+        if of_mask is not None:
+            of_mask += ds.sum_to_size(of_mask.shape)
 
 
 class Products:
@@ -93,8 +112,8 @@ class Products:
             return out.zero_(), lse.fill_(-torch.inf)
         for of_queries, of_keys in _some_heads(q, k):
             some_k, some_v = (_wide(x[of_keys]) for x in (k, v))
-            p = _of_heads(_wide(q[of_queries]) * scores.scale_of(q), some_k.mT)
-            lse[of_queries], total = fastest(_to_probabilities, q.device)(p, *scores.of(of_queries, p.shape))
+            p = scores.changed(_of_heads(_wide(q[of_queries]) * scores.scale_of(q), some_k.mT))
+            lse[of_queries], total = fastest(_to_probabilities, q.device)(p, *scores.of(of_queries))
             out[of_queries] = _of_heads(p, some_v) * (scores.factor / total)
             del p  # before the next are made
         return out, lse
@@ -110,12 +129,15 @@ class Products:
             some_q, some_grad = _wide(q[of_queries]) * scores.scale_of(q), _wide(grad[of_queries])
             delta = (some_grad * out[of_queries]).sum(-1)
             some_grad = some_grad * scores.factor
-            p, ds = _of_heads(some_q, some_k.mT), _of_heads(some_grad, some_v.mT)
-            fastest(_to_gradients, q.device)(p, ds, lse[of_queries], delta, *scores.of(of_queries, p.shape))
+            s, ds = _of_heads(some_q, some_k.mT), _of_heads(some_grad, some_v.mT)
+            p = scores.changed(s)
+            fastest(_to_gradients, q.device)(p, ds, lse[of_queries], delta, *scores.of(of_queries))
+            scores.add_gradient(ds, of_queries)
             dv[of_keys] += _of_keys(p, some_grad, some_v)
+            ds = scores.gradients(s, ds)
             dq[of_queries] = _of_heads(ds, some_k) * scores.scale_of(q)
             dk[of_keys] += _of_keys(ds, some_q, some_k)
-            del p, ds  # before the next are made
+            del p, s, ds  # before the next are made
         return dq, dk, dv
 
 
@@ -126,8 +148,9 @@ def fastest(function: Callable[..., Any], device: torch.device) -> Callable[...,
 
 
 def _to_probabilities(
-    s: Tensor, mask: Tensor | None, is_causal: bool, dropout: tuple[Tensor, Tensor, int, float] | None
-) -> tuple[Tensor, Tensor]:
+    s: Tensor, mask: Tensor | None, shift: Tensor | None, is_causal: bool,
+    dropout: tuple[Tensor, Tensor, int, float] | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Turn scores into probabilities, in place, with dropout and not yet divided by their sum.
 
     Returns the logsumexp, and the sum as ``[..., queries, 1]``, 1 for a query that sees no key.
@@ -139,11 +162,12 @@ def _to_probabilities(
     total = s.sum(-1, keepdim=True)
     if dropout is not None:
         s.mul_(_kept(s, *dropout))
+    largest = largest if shift is None else largest - shift
     return (total.log() + largest).squeeze(-1), total.masked_fill(total == 0, 1.0)
 
 
 def _to_gradients(
-    s: Tensor, ds: Tensor, lse: Tensor, delta: Tensor, mask: Tensor | None, is_causal: bool,
+    s: Tensor, ds: Tensor, lse: Tensor, delta: Tensor, mask: Tensor | None, shift: Tensor | None, is_causal: bool,
     dropout: tuple[Tensor, Tensor, int, float] | None,
 ) -> None:  # fmt: skip
     """Turn scores into probabilities with dropout, and the gradients of these into those of scores, in place.
@@ -151,11 +175,20 @@ def _to_gradients(
     ``delta``: for each query the product of its result and the gradient of that.
     """
     _show(s, mask, is_causal)
+    if shift is not None:
+        s.sub_(shift)
     s.sub_(lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp_()
     kept = None if dropout is None else _kept(s, *dropout)
     (ds if kept is None else ds.mul_(kept)).sub_(delta.unsqueeze(-1)).mul_(s)
     if kept is not None:
         s.mul_(kept)
+
+
+def _of_mask(mask: Tensor | None, heads: Heads) -> Tensor | None:
+    """What a mask, or a tensor of its dims, has for some heads."""
+    if mask is None or mask.ndim < 4:
+        return mask
+    return mask[tuple(slice(None) if size == 1 else some for size, some in zip(mask.shape, heads, strict=False))]
 
 
 def _show(s: Tensor, mask: Tensor | None, is_causal: bool) -> None:
@@ -171,17 +204,22 @@ def _kept(s: Tensor, state: Tensor, first: Tensor, start: int, chance: float) ->
     return uniform_of(state, first.unsqueeze(-1) + columns) < 1 - chance
 
 
-def tiled_workspace(q: TensorType, k: TensorType, tile: int, dropout: float, *, is_backward: bool) -> int:
+def tiled_workspace(
+    q: TensorType, k: TensorType, tile: int, dropout: float, score_text: str = "", *, is_backward: bool
+) -> int:
     """Bytes that the kernels hold of scores at a time, whose tiles have at most so many rows and columns.
 
     Scores, in backward their gradients, and which of a head are seen; with dropout the index of each score, of 8 bytes,
-    that of its random number, and the number itself, of 4.
+    that of its random number, and the number itself, of 4. Each step of a function that changes scores makes as many,
+    and its derivative needs them before.
     """
     (batch, heads, *_), num_keys, rows, columns = q.shape, k.shape[1], min(q.shape[2], tile), min(k.shape[2], tile)
     num_keys, num_each = _num_heads(heads // num_keys, rows, columns, MOST_SCORES)
     most = num_keys * num_each * rows * columns
     width = wide_dtype(q.dtype).itemsize
-    each = width * (1 + is_backward) + (20 if dropout else 0)
+    score_mod = score_mod_of(score_text) if score_text else ScoreMod((), ())
+    num_steps = max(len(score_mod.steps), is_backward and len(score_mod.derivative) + bool(score_mod.steps))
+    each = width * (1 + is_backward + num_steps) + (20 if dropout else 0)
     return min(most, batch * heads * rows * columns) * each + rows * columns
 
 

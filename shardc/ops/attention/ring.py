@@ -9,6 +9,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardc.language.partition import ZIGZAG
@@ -18,8 +19,9 @@ from shardc.ops.reduction import wide_dtype
 from shardc.ops.zigzag import in_zigzag
 
 from .kernels import TILED_FAMILY, Family
-from .mask import Mask, has_rows, mask_of
+from .mask import LARGEST, Mask, has_rows, mask_of
 from .products import Dropout, Scores
+from .score import ScoreMod, score_mod_of
 from .tiles import Run, Tile, joined, pieces, place, runs_of, side_by_side, tiles, within
 
 POSITIONS = 2  # the dim of queries, keys and values, of results and of the logsumexp
@@ -36,7 +38,9 @@ class Ring:
     1 / sqrt(head size). ``travels``: chunks of keys and values go round; else they are whole on every rank.
     ``made_by``: the fields of a ``Mask``, where there is one; its leaves have rows for the queries of a chunk and
     columns for all keys in order. ``in_zigzag``: whether queries, and keys, are in zigzag and not in order.
-    ``dropout``: the chance of a probability to become 0. ``draw``: which draw of the step that is.
+    ``dropout``: the chance of a probability to become 0. ``draw``: which draw of the step that is. ``of_mask``: of each
+    dim of the mask whether it has more than one element, where backward returns the gradient of the mask too.
+    ``score_text``: that of a ``ScoreMod``, if there is one.
     """
 
     family: Family
@@ -50,11 +54,16 @@ class Ring:
     in_zigzag: tuple[bool, bool] = (False, False)
     dropout: float = 0.0
     draw: int = 0
+    of_mask: tuple[bool, ...] | None = None
+    score_text: str = ""
 
     def __str__(self) -> str:
         chunks = f"{self.count} chunks of {self.queries} queries and {self.keys} keys"
         words = [chunks, "causal" if self.is_causal else "", ZIGZAG if any(self.in_zigzag) else ""]
-        words.append("" if self.travels else "all keys on each rank")
+        adds = self.mask is not None and self.mask.may_lower and not self._is_shifted
+        words.append("" if self.travels else "all keys on each rank" + " since the mask adds numbers" * adds)
+        words.append("with the gradient of the mask" if self.of_mask else "")
+        words.append(f"scores {self.score_mod}" if self.score_mod else "")
         words.append(f"dropout {self.dropout:g}" if self.dropout else "")
         words.append(f"the busiest rank does {self.imbalance:.2f} of the mean" if self.imbalance > 1.05 else "")
         return ", ".join([*filter(None, words), *([f"mask {self.mask}"] if self.mask else [])])
@@ -70,6 +79,11 @@ class Ring:
         return None if self.made_by is None else mask_of(self.made_by)
 
     @property
+    def score_mod(self) -> ScoreMod | None:
+        """What changes scores before the mask is added."""
+        return score_mod_of(self.score_text) if self.score_text else None
+
+    @property
     def steps(self) -> int:
         """How far each chunk of keys travels: to the last rank that sees any of them."""
         if not self.travels:
@@ -79,8 +93,16 @@ class Ring:
     @property
     def sent(self) -> tuple[range, ...] | None:
         """For each step the rows of a chunk of keys that are sent: those that ranks further on see. None for all."""
-        is_known = self.travels and self.mask is not None and self.count <= MOST_COUNTED
-        return _sent(self._undrawn) if is_known else None
+        if not self.travels or self.mask is None or (not isinstance(self.count, int) and not self._hides_ends):
+            return None
+        return _sent(self._undrawn) if self.count <= MOST_COUNTED else None
+
+    @property
+    def _hides_ends(self) -> bool:
+        """Whether the mask is known to hide the last key from the first query, or the first key from the last."""
+        assert self.mask is not None
+        queries, keys = ((range(1), range(length - 1, length)) for length in (self.queries, self.keys))
+        return any(self.mask.shows(*each) is False for each in zip(queries, reversed(keys), strict=True))
 
     def rows(self, step: int) -> range:
         """The rows of a chunk of keys that are met in a step."""
@@ -118,33 +140,64 @@ class Ring:
         else:
             yield from joined(self._apart(runs, others, TILE))
 
-    def scores(self, tile: Tile, leaves: Sequence[Tensor]) -> Scores:
+    def scores(self, tile: Tile, leaves: Sequence[Tensor], of_mask: Tensor | None = None) -> Scores:
         """What becomes of scores in a tile.
 
-        ``leaves``: what ``with_stream`` returns.
+        ``leaves``: what ``prepared`` returns. ``of_mask``: the gradient of the mask, where it is asked for.
         """
-        mask, dropout = None, None
+        mask, dropout, shift = None, None, None
         if self.dropout:
             *leaves, state, first = leaves
             dropout = Dropout(state, first[:, :, tile.rows], tile.start, self.dropout)
+        if self._is_shifted:
+            *leaves, shift = leaves
+            shift = shift[..., tile.rows, :] if has_rows(shift.shape) else shift
         if tile.is_masked:
             assert self.mask is not None
-            rows = [leaf[..., tile.rows, :] if has_rows(leaf.shape) else leaf for leaf in leaves]
-            mask = self.mask.make(
-                [x.narrow(-1, tile.start, tile.num_columns) if x.ndim and x.shape[-1] > 1 else x for x in rows]
-            )
-        return Scores(mask, tile.is_causal, self.scale, dropout)
+            mask = self.mask.make([_of_tile(leaf, tile) for leaf in leaves])
+        of_mask = None if of_mask is None else _of_tile(of_mask, tile)
+        return Scores(mask, tile.is_causal, self.scale, dropout, shift, of_mask, self.score_mod)
 
-    def with_stream(self, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def prepared(self, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The operands after queries, keys and values, with the state of a stream in place of seed and step.
 
         They are the leaves of the mask, and where there is dropout the program's seed and step, and for each query the
-        index of its first score among all, ``[batch, heads, queries]``.
+        index of its first score among all, ``[batch, heads, queries]``. What ``_shift`` finds of a mask follows it.
         """
+        of_mask = leaves[:-2] if self.dropout else leaves
+        shift = (self._shift(of_mask),) if self._is_shifted else ()
         if not self.dropout:
-            return tuple(leaves)
-        *of_mask, random, first = leaves
-        return *of_mask, stream(random, self.draw), first
+            return *of_mask, *shift
+        random, first = leaves[-2:]
+        return *of_mask, *shift, stream(random, self.draw), first
+
+    @property
+    def _is_shifted(self) -> bool:
+        """Whether numbers that hide keys are taken off the scores of a query again, so that their sum is kept."""
+        return self.family == TILED_FAMILY and self.mask is not None and self.mask.may_lower
+
+    def _shift(self, leaves: Sequence[Tensor]) -> Tensor:
+        """The largest number that the mask adds to scores of a query, 0 for most: ``[..., queries, 1]``.
+
+        One that is far from 0, as where all keys are hidden by ``finfo.min``, leaves a logsumexp no digits for how many
+        they are. It is added to scores first, since what it hides is no longer there after that.
+        """
+        assert self.mask is not None
+        if not self.keys:
+            return leaves[0].new_zeros(())
+        columns = [slice(each.start, each.stop) for each in pieces(range(self.keys), TILE)]
+        everything = (Tile(slice(None), each, each.start, is_causal=False, is_masked=True) for each in columns)
+        made = (self.mask.make([_of_tile(leaf, tile) for leaf in leaves]) for tile in everything)
+        largest = torch.stack([each.amax(-1, keepdim=True) for each in made]).amax(0)
+        return largest.masked_fill((largest.abs() <= LARGEST) | largest.isinf(), 0.0)
+
+    def zeros_of_mask(self, q: Tensor) -> Tensor | None:
+        """Where queries, ``[batch, heads, queries, size]``, put the gradient of the mask, in the dtype of sums."""
+        if self.of_mask is None:
+            return None
+        shape = (*q.shape[:3], self.keys)[-len(self.of_mask) :]
+        sizes = [size if is_wide else 1 for size, is_wide in zip(shape, self.of_mask, strict=True)]
+        return q.new_zeros(sizes, dtype=wide_dtype(q.dtype))
 
     def reorder(
         self, op: Callable[..., Tensor], of_queries: Sequence[Tensor], of_keys: Sequence[Tensor]
@@ -168,9 +221,8 @@ class Ring:
             height = width = unmasked if self.mask is None else TILE
             if self.mask is None and self.family != TILED_FAMILY:
                 height, width = max(1, len(queries)), max(1, len(keys))
-            elif self.mask is not None and self.mask.may_lower:
+            elif self.mask is not None and self.mask.may_lower and not self._is_shifted:
                 width = max(1, len(keys))
-                height = max(1, TILE * TILE // width) if self.family == TILED_FAMILY else TILE
             for rows, columns in product(pieces(queries, height), pieces(keys, width)):
                 yield from self._seen(run, other, rows, columns)
 
@@ -187,6 +239,17 @@ class Ring:
             yield from tiles(run, other, range(first, queries.stop), range(keys.start, min(first, keys.stop)))
             yield from tiles(run, other, range(first, last), range(first, last), is_causal=True)
             yield from tiles(run, other, range(last, queries.stop), range(first, last))
+
+
+def wide_dims(mask: Sequence[int]) -> tuple[bool, ...]:
+    """For each dim of a mask of this shape whether it has more than one element."""
+    return tuple(size != 1 for size in mask)
+
+
+def _of_tile(x: Tensor, tile: Tile) -> Tensor:
+    """What a tile reads of a tensor with rows for queries and columns for all keys, or with one of either."""
+    rows = x[..., tile.rows, :] if has_rows(x.shape) else x
+    return rows.narrow(-1, tile.start, tile.num_columns) if x.ndim and x.shape[-1] > 1 else rows
 
 
 @lru_cache(maxsize=256)
@@ -269,3 +332,12 @@ def ring_workspace(ring: Ring, keys: TensorType, values: TensorType, *, is_backw
         return foreign * chunk
     sums = 2 * (keys.nbytes + values.nbytes) * wide_dtype(keys.dtype).itemsize // keys.dtype.itemsize
     return 2 * foreign * chunk + sums
+
+
+def mask_workspace(of_mask: TensorType, nbytes: int) -> int:
+    """Bytes held besides results, where ``nbytes`` are without the gradient of a mask.
+
+    In 2 bytes its sums are wider, and it is made of them at the end, when nothing else is held.
+    """
+    wide = wide_dtype(of_mask.dtype).itemsize
+    return nbytes if wide == of_mask.dtype.itemsize else of_mask.numel * wide + max(0, nbytes - of_mask.nbytes)

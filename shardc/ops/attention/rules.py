@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from .kernels import FAMILIES, TILED_FAMILY, Family, kernels
 from .mask import has_rows
 from .products import Scores
 from .ring import Ring
-from .tiled import TILED, TILED_BACKWARD
+from .tiled import TILED, TILED_BACKWARD, TILED_MASK_BACKWARD
 from .tiles import Tile
 
 aten = torch.ops.aten
@@ -40,7 +40,8 @@ def _in_chunks(call: OpCall, first: int = 0, count: int = 1, travels: bool = Tru
     heads, lengths = sorted({q.shape[1], k.shape[1]}), (q.shape[2], k.shape[2])
     names = {heads[0]: "h", heads[-1]: "(h r)" if len(heads) == 2 else "h"}
 
-    has_whole_keys = {first + 1, first + 2, *({-2, -1} if first else ())} if not travels else set[int]()
+    of_keys = {1 - len(call.results), 2 - len(call.results)} if first else set[int]()
+    has_whole_keys = {first + 1, first + 2, *of_keys} if not travels else set[int]()
 
     def spec(place: int, tensor: TensorType | None) -> str:
         ndim = 0 if tensor is None else len(tensor.shape)
@@ -57,7 +58,11 @@ def _in_chunks(call: OpCall, first: int = 0, count: int = 1, travels: bool = Tru
 
 
 FORWARD: dict[Any, Family] = {TILED: TILED_FAMILY, **OF_TORCH}
-BACKWARD: dict[Any, Family] = {TILED_BACKWARD: TILED_FAMILY, **OF_TORCH_BACKWARD}
+BACKWARD: dict[Any, Family] = {
+    TILED_BACKWARD: TILED_FAMILY,
+    TILED_MASK_BACKWARD: TILED_FAMILY,
+    **OF_TORCH_BACKWARD,
+}
 
 rule(tuple(FORWARD), _in_chunks)
 rule(tuple(BACKWARD), partial(_in_chunks, first=1))
@@ -88,23 +93,36 @@ def ring_attention(
 def ring_attention_backward(
     grad: Tensor, axes: tuple[str, ...], dim: int, values: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor,
     out: Tensor, lse: Tensor, *leaves: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of queries, keys and values, from that of the result ``out`` with logsumexp ``lse``."""
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The gradients of queries, keys and values, from that of the result ``out`` with logsumexp ``lse``.
+
+    And that of the mask, where the ring is to return it.
+    """
     ring = Ring(*values)
     grad, q, out, lse, k, v = ring.reorder(in_order, [grad, q, out, lse], [k, v])
-    scores = _whole_scores(ring, leaves)
+    of_mask = ring.zeros_of_mask(q)
+    scores = _whole_scores(ring, leaves, of_mask)
     dq, dk, dv = kernels(ring.family, scores).backward(grad, q, k, v, out, lse, scores)
     dq, dk, dv = ring.reorder(zigzag, [dq], [dk, dv])
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    results = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    if of_mask is None:
+        return results
+    of_mask = _of_rows(ring, of_mask, zigzag) if ring.in_zigzag[0] else of_mask
+    return *results, of_mask.to(q.dtype)
 
 
-def _whole_scores(ring: Ring, leaves: Sequence[Tensor]) -> Scores:
+def _of_rows(ring: Ring, x: Tensor, op: Callable[..., Tensor]) -> Tensor:
+    """The rows that a mask has for queries, brought into zigzag or back in order."""
+    return op(x, x.ndim - 2, 1, 1, ring.count) if has_rows(x.shape) else x
+
+
+def _whole_scores(ring: Ring, leaves: Sequence[Tensor], of_mask: Tensor | None = None) -> Scores:
     if ring.in_zigzag[0]:
         given, drawn = (leaves[:-2], leaves[-2:]) if ring.dropout else (leaves, ())
-        ordered = [in_order(x, x.ndim - 2, 1, 1, ring.count) if has_rows(x.shape) else x for x in given]
+        ordered = [_of_rows(ring, x, in_order) for x in given]
         leaves = [*ordered, *drawn[:1], *ring.reorder(in_order, drawn[1:], [])]
     everything = Tile(slice(0, ring.queries), slice(0, ring.keys), 0, ring.is_causal, ring.mask is not None)
-    return ring.scores(everything, ring.with_stream(leaves))
+    return ring.scores(everything, ring.prepared(leaves), of_mask)
 
 
 RINGS = (ring_attention, ring_attention_backward)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import pytest
 import torch
+from alive import Alive
 from attending import BATCH, WIDTH, Attending, draw, kinds_sent
 from gloo_pool import GlooPool
 from hypothesis import given, settings
@@ -15,7 +15,6 @@ from parallel_models import whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardc
 from shardc import Mesh, P, Remat, Zero, compile
@@ -23,7 +22,14 @@ from shardc.api import Compiled
 from shardc.language.errors import CaptureError
 from shardc.language.sharding import TensorType
 from shardc.ops.attention.products import tiled_workspace
-from shardc.ops.attention.tiled import TILED, TILED_BACKWARD, tiled_attention, tiled_attention_backward
+from shardc.ops.attention.ring import mask_workspace
+from shardc.ops.attention.tiled import (
+    TILED,
+    TILED_BACKWARD,
+    tiled_attention,
+    tiled_attention_backward,
+    tiled_attention_mask_backward,
+)
 
 TOLERANCE = 1e-10
 RATE = 0.4
@@ -169,35 +175,16 @@ def test_probabilities_are_dropped_after_the_softmax(
             torch.testing.assert_close(one, other, rtol=0, atol=TOLERANCE)
 
 
-class Alive(TorchDispatchMode):
-    """Counts the bytes of what is made in the block; ``most``: at any time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (list, tuple)) else [result]:
-            storage = tensor.untyped_storage()
-            if not hasattr(storage, "is_counted"):
-                storage.is_counted = True
-                self.now += storage.nbytes()
-                self.most = max(self.most, self.now)
-                weakref.finalize(storage, self.free, storage.nbytes())
-        return result
-
-    def free(self, nbytes: int) -> None:
-        self.now -= nbytes
-
-
 @pytest.mark.parametrize("num_keys", [4, 2, 1])
 @pytest.mark.parametrize("rate", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_the_bytes_of_scores_are_as_announced(
     dtype: torch.dtype, rate: float, num_keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In tiles of 256 of 512 positions, of two heads at a time; the mask and operands add a third at most."""
+    """In tiles of 256 of 512 positions, of two heads at a time; the mask and operands add a third at most.
+
+    The gradient of a mask is summed in float32 before it has the dtype of the others.
+    """
     monkeypatch.setattr("shardc.ops.attention.ring.TILE", 256)
     monkeypatch.setattr("shardc.ops.attention.products.MOST_SCORES", 2 * 256**2)
     q, k, v = (torch.randn(1, heads, 512, 4, dtype=dtype) for heads in (4, num_keys, num_keys))
@@ -207,10 +194,17 @@ def test_the_bytes_of_scores_are_as_announced(
         tiled_attention._init_fn(q, k, v, *drawn, rate, 0, True, None, None)
     with torch.no_grad(), Alive() as backward:
         tiled_attention_backward._init_fn(out, q, k, v, out, lse, *drawn, rate, 0, True, None, None)
-    types = TensorType.of(q), TensorType.of(k)
-    for alive, results, is_backward in ((forward, (out, lse), False), (backward, (q, k, v), True)):
-        most = alive.most - sum(each.nbytes * 4 // each.itemsize for each in results)
-        announced = tiled_workspace(*types, 256, rate, is_backward=is_backward)
+    mask = torch.zeros(1, 4, 512, 512, dtype=dtype)
+    with torch.no_grad(), Alive() as of_mask:
+        tiled_attention_mask_backward._init_fn(out, q, k, v, out, lse, *drawn, rate, 0, False, mask, None)
+    types, gradients = (TensorType.of(q), TensorType.of(k)), [each.nbytes * 4 // each.itemsize for each in (q, k, v)]
+    for alive, results, is_backward in (
+        (forward, sum(each.nbytes * 4 // each.itemsize for each in (out, lse)), False),
+        (backward, sum(gradients), True),
+        (of_mask, sum(gradients) + 2 * mask.nbytes, True),  # the mask that is given counts too
+    ):
+        most, announced = alive.most - results, tiled_workspace(*types, 256, rate, is_backward=is_backward)
+        announced = mask_workspace(TensorType.of(mask), announced) if alive is of_mask else announced
         assert 0.9 * announced < most < 1.34 * announced, (announced, most)
 
 
