@@ -14,6 +14,7 @@ from typing import Any
 from shardc.costs.count import collective_seconds
 from shardc.costs.step import outer_entry
 from shardc.language.mesh import axis_of
+from shardc.language.partition import P
 from shardc.language.text import seconds_text
 from shardc.options import Local
 from shardc.program.coding.content import Contents
@@ -40,7 +41,7 @@ def hints(whole: WholePlans, plan: Plan) -> tuple[str, ...]:
     sent = _sent(program, axes)
     if sum(sent.values()) < least:
         return ()
-    return (*_in_codes(whole, plan, axes, sent), *_in_groups(whole, plan, axes))
+    return (*_in_codes(whole, plan, axes, sent), *_in_groups(whole, plan, axes, program))
 
 
 def _slow_axes(program: Program, plan: Plan) -> list[str]:
@@ -65,7 +66,7 @@ def _sent(program: Program, axes: Sequence[str]) -> Counter[str]:
 
 def _in_codes(whole: WholePlans, plan: Plan, axes: Sequence[str], sent: Mapping[str, float]) -> Iterator[str]:
     wire = {f"{axis} {content}": CODEC for axis in axes for content in sorted(sent)}
-    if whole.task.wire is None and (cost := _changed(whole, plan, wire=wire)) is not None:
+    if whole.task.wire is None and (cost := _changed(whole, plan, whole.costs[plan], wire=wire)) is not None:
         machine = whole.task.machine
         links = " and ".join(dict.fromkeys(machine.link((axis,), plan.mesh).name for axis in axes))
         what = f"{' and '.join(sorted(sent))} over {' and '.join(axes)} ({links})"
@@ -75,15 +76,27 @@ def _in_codes(whole: WholePlans, plan: Plan, axes: Sequence[str], sent: Mapping[
         yield f"wire={wire!r}: {what} take {took}; in codes {_gain(cost, whole.costs[plan])}"
 
 
-def _in_groups(whole: WholePlans, plan: Plan, axes: Sequence[str]) -> Iterator[str]:
+def _in_groups(whole: WholePlans, plan: Plan, axes: Sequence[str], program: Program) -> Iterator[str]:
     stored_over = plan.zero.axes if plan.zero else ()
-    for local in [Local(axis, EVERY) for axis in axes if axis not in stored_over][:1]:
-        if (cost := _changed(whole, plan, local=local)) is not None:
-            how = f"groups along {local.axis} train by themselves and meet once in {EVERY} steps"
-            yield f"local={local.text}: {how}; {_gain(cost, whole.costs[plan])}"
+    for axis in [axis for axis in axes if axis not in stored_over][:1]:
+        local, inferred = Local(axis, EVERY), _inferred(plan, program, axis)
+        written = tuple({**plan.annotations, **inferred}.items())
+        if (cost := _changed(whole, replace(plan, written=written), whole.costs[plan], local=local)) is not None:
+            further = f", with annotations {inferred!r} too" if inferred else ""
+            how = f"groups along {axis} train by themselves and meet once in {EVERY} steps"
+            yield f"local={local.text}{further}: {how}; {_gain(cost, whole.costs[plan])}"
 
 
-def _changed(whole: WholePlans, plan: Plan, **options: Any) -> Cost | None:
+def _inferred(plan: Plan, program: Program, axis: str) -> dict[str, P]:
+    """Annotations of the inputs that are cut over the axis with others, which groups need."""
+    annotated = {pattern.removeprefix("input:") for pattern in plan.annotations}
+    inputs = {name: node for name, node in inputs_of(program, "input").items() if name not in annotated}
+    firsts = {name: program.sharding(node).dims[:1] for name, node in inputs.items()}
+    cuts = {name: tuple(part.name for cut in dims for part in cut.all_axes) for name, dims in firsts.items()}
+    return {name: P(names if len(names) > 1 else axis, ...) for name, names in cuts.items() if axis in names}
+
+
+def _changed(whole: WholePlans, plan: Plan, before: Cost, **options: Any) -> Cost | None:
     """The cost of a step with further options, a part of an outer step in it; None where they are of no use."""
     try:
         compiled = whole.compiler.compiled(plan, **options)
@@ -93,7 +106,7 @@ def _changed(whole: WholePlans, plan: Plan, **options: Any) -> Cost | None:
     if outer is not None:
         wire_bytes = cost.wire_bytes + outer.wire_bytes // outer.every
         cost = replace(cost, seconds=cost.seconds + outer.seconds / outer.every, wire_bytes=wire_bytes)
-    is_faster = cost.seconds <= (1 - GAIN) * whole.costs[plan].seconds
+    is_faster = cost.seconds <= (1 - GAIN) * before.seconds
     return cost if is_faster and cost.memory["peak"] <= whole.task.memory else None
 
 

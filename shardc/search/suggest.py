@@ -69,7 +69,7 @@ def suggest(
         nodes: how many nodes the devices are in.
         batch: the samples of a step, where they are not those of the call.
         fix: the size of an axis, ``{"tp": 4}``, of all axes in any order, ``{"mesh": "4x2"}``, or an option,
-            ``{"zero": 3}``, ``{"pipeline": None}``; a list allows each of its values.
+            ``{"zero": 3}``, ``{"pipeline": None}``, ``{"overlap": None}``; a list allows each of its values.
         objective: ``"time"`` of a step, or ``"memory"`` at its peak.
         optimizer: whose states are stored.
         wire: what all plans send in codes, as in ``compile``; an axis that a plan lacks has no effect.
@@ -78,8 +78,9 @@ def suggest(
 
     Returns:
         Suggestions, which ``shardc.parallelize(model, **suggestion)`` takes. Each was compiled whole: its figures are
-        those of ``shardc.compile``. Where none fits in memory, the nearest come first. Ctrl-C ends the search, and the
-        best plans so far are returned.
+        those of ``shardc.compile``. Where none fits in memory, the nearest come first. The first one has ``hints``:
+        codecs and groups that would make it faster and change numbers, so that no plan has them by itself. Ctrl-C ends
+        the search, and the best plans so far are returned.
 
     Raises:
         ShardingError: for arguments that have no meaning, or where no plan keeps what is fixed.
