@@ -11,9 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import fx
+
 from shardc.costs.count import collective_seconds
 from shardc.costs.step import outer_entry
-from shardc.language.mesh import axis_of
+from shardc.language.mesh import AxisPart, axis_of
 from shardc.language.partition import P
 from shardc.language.text import seconds_text
 from shardc.options import Local
@@ -47,8 +49,7 @@ def hints(whole: WholePlans, plan: Plan) -> tuple[str, ...]:
 def _slow_axes(program: Program, plan: Plan) -> list[str]:
     """The axes of samples along which ranks are in different nodes; all of them where none are."""
     machine, inputs = program.options.machine, inputs_of(program, "input").values()
-    cuts = [program.sharding(node).dims[0] for node in inputs if program.type(node).shape]
-    of_samples = {part.name for cut in cuts for part in cut.all_axes}
+    of_samples = {part.name for node in inputs for part in _first_cut(program, node)}
     axes = [axis.name for axis in plan.axes if axis.name in of_samples]
     return [name for name in axes if machine.link((name,), plan.mesh) != machine.of_axis(name)] or axes
 
@@ -91,9 +92,16 @@ def _inferred(plan: Plan, program: Program, axis: str) -> dict[str, P]:
     """Annotations of the inputs that are cut over the axis with others, which groups need."""
     annotated = {pattern.removeprefix("input:") for pattern in plan.annotations}
     inputs = {name: node for name, node in inputs_of(program, "input").items() if name not in annotated}
-    firsts = {name: program.sharding(node).dims[:1] for name, node in inputs.items()}
-    cuts = {name: tuple(part.name for cut in dims for part in cut.all_axes) for name, dims in firsts.items()}
+    axes = plan.stage_mesh.axis_names  # and none of microbatches
+    firsts = {name: [part.name for part in _first_cut(program, node)] for name, node in inputs.items()}
+    cuts = {name: tuple(each for each in names if each in axes) for name, names in firsts.items()}
     return {name: P(names if len(names) > 1 else axis, ...) for name, names in cuts.items() if axis in names}
+
+
+def _first_cut(program: Program, node: fx.Node) -> Sequence[AxisPart]:
+    """What cuts the first dim of an input."""
+    dims = program.sharding(node).dims
+    return dims[0].all_axes if dims else ()
 
 
 def _changed(whole: WholePlans, plan: Plan, before: Cost, **options: Any) -> Cost | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import permutations
+from math import inf
 
 from shardc.options import AUTO, Remat, Saved, Zero
 from shardc.options.zero import HOST, OPTIMIZER, PARAMETERS
@@ -74,6 +75,7 @@ def saved_otherwise(whole: WholePlans, blocks: str | None) -> Iterator[Plan]:
     """
     best, task = whole.ranked()[0], whole.task
     fits = whole.fits(best)
+    yield from (replace(best, saved=saved) for saved in task.saved or ())
     if blocks is None or (best.remat is None and fits):
         return
     sizes = {axis.name: axis.size for axis in best.axes if axis.size > 1 and not axis.cuts_samples}
@@ -108,10 +110,10 @@ def offloaded(whole: WholePlans) -> Iterator[Plan]:
 def in_rings(whole: WholePlans, pricer: Pricer) -> Iterator[Plan]:
     """The best plans that fit, with products in rings where one block tells that these make it clearly faster."""
     task = whole.task
-    if task.objective != "time" or task.overlaps is not None:
-        return
-    for plan in filter(whole.fits, whole.ranked()[:NUM_RINGED]):
+    for plan in filter(whole.fits, whole.ranked()[:NUM_RINGED] if task.objective == "time" else ()):
         block = replace(plan, remat=None, saved=None, pipeline=None, num_stages=1)
-        plain, ringed = (pricer.of_few(replace(block, overlap=each), (task.machine,)) for each in (None, AUTO))
-        if plain and ringed and ringed[0].seconds < CLEARLY * plain[0].seconds:
-            yield replace(plan, overlap=AUTO)
+        for overlap in filter(None, (AUTO,) if task.overlaps is None else task.overlaps):
+            prices = [pricer.of_few(replace(block, overlap=each), (task.machine,)) for each in (None, overlap)]
+            plain, ringed = (each[0].seconds if each else inf for each in prices)
+            if ringed < CLEARLY * plain:
+                yield replace(plan, overlap=overlap)

@@ -14,7 +14,7 @@ from shardc.costs.memory import memory_of
 from shardc.costs.stage_record import StageRecord
 from shardc.costs.step import StepRecord, copies_of, rank_flops
 from shardc.costs.step_time import COMPUTING, step_timeline
-from shardc.options import AUTO
+from shardc.options import OVERLAPS
 from shardc.program.communication import is_collective
 from shardc.program.program import Program
 from shardc.program.stages import has_stages
@@ -154,17 +154,18 @@ class WholePlans:
         return self.costs[plan].memory["peak"] <= self.task.memory
 
     def ranked(self) -> list[Plan]:
-        """The plans, the best first; of one with products in rings and plain the better one."""
-        plans = [plan for plan in self.costs if not self._has_twin(plan)]
+        """The plans, the best first, without those that are as another one but for an option that is of no use."""
+        plans = [plan for plan in self.costs if not self._is_idle(plan)]
         return sorted(plans, key=lambda plan: self.found(plan).rank(self.task))
 
-    def _has_twin(self, plan: Plan) -> bool:
-        """Whether the same plan is better with products in rings, or plain, or costs the same without ``saved``."""
-        plain, ringed, whole = (
-            replace(plan, **each) for each in ({"overlap": None}, {"overlap": AUTO}, {"saved": None})
-        )
-        if plan != whole and self.costs.get(whole) == self.costs[plan]:
+    def _is_idle(self, plan: Plan) -> bool:
+        """Whether another ``overlap`` is better, or none is as good; or the plan costs the same without ``saved``."""
+        if plan.saved is not None and self.costs.get(replace(plan, saved=None)) == self.costs[plan]:
             return True
-        if plain not in self.costs or ringed not in self.costs:
-            return False
-        return (plan == plain) == self.found(ringed).is_better(self.found(plain), self.task)
+        twins = [replace(plan, overlap=each) for each in (None, *OVERLAPS) if each != plan.overlap]
+        for twin in (each for each in twins if each in self.costs):
+            found, other = self.found(plan), self.found(twin)
+            is_useless = twin.overlap is None and not found.is_better(other, self.task)
+            if is_useless or other.is_better(found, self.task):
+                return True
+        return False

@@ -85,7 +85,9 @@ def test_hints_are_printed_as_json_has_them(capsys: pytest.CaptureFixture[str]) 
     fixed = [f"--fix={each}" for each in ("dp=4", "zero=0", "remat=none", "overlap=none", "saved=none")]
     slow = ("--links", "ethernet", "--annotate", "x=dp", "--top", "1", *fixed)
     (hint,) = json.loads(printed(capsys, *slow, "--format", "json"))["suggestions"][0]["hints"]
-    assert hint.startswith("local=Local('dp', every=20), with annotations {'target': P('dp', ...)} too: groups along dp")
+    assert hint.startswith(
+        "local=Local('dp', every=20), with annotations {'target': P('dp', ...)} too: groups along dp"
+    )
     assert f"faster, with other numbers {hint}" in " ".join(printed(capsys, *slow).split())
 
 
