@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import permutations
 from math import inf
 
-from shardc.options import AUTO, Remat, Saved, Zero
+from shardc.options import AUTO, Remat, Zero
 from shardc.options.zero import HOST, OPTIMIZER, PARAMETERS
 from shardc.search.price import Pricer
 from shardc.search.space.plan import Plan
@@ -79,15 +79,14 @@ def saved_otherwise(whole: WholePlans, blocks: str | None) -> Iterator[Plan]:
     if blocks is None or (best.remat is None and fits):
         return
     sizes = {axis.name: axis.size for axis in best.axes if axis.size > 1 and not axis.cuts_samples}
-    remats = (best.remat, *((None,) if fits else task.remats))
     for name in sizes:
-        yield from (replace(best, saved={blocks: name}, remat=remat) for remat in remats)
+        yield from (replace(best, saved={blocks: name}, remat=remat) for remat in (best.remat, None))
     for name, count in [("", 1), *sizes.items()]:
-        saved: Saved = {blocks: (name, HOST) if name else HOST}
+        below = replace(best, saved={blocks: (name, HOST) if name else HOST})
         if not fits:
-            yield from (replace(best, saved=saved, remat=remat) for remat in remats)
+            yield from (replace(below, remat=remat) for remat in task.remats)
         elif not _copies_too_much(whole, best, count):
-            yield replace(best, saved=saved, remat=None)
+            yield replace(below, remat=None)
 
 
 def _copies_too_much(whole: WholePlans, best: Plan, num_pieces: int) -> bool:
