@@ -158,8 +158,8 @@ def add_search_options(parser: Parser) -> None:
     parser.add_argument("--memory", metavar="BYTES", type=nbytes, help=help_)
     parser.add_argument(
         "--fix", metavar="NAME=VALUE", type=_fixed, action="append", default=[],
-        help="what a plan must have: the size of an axis, tp=4; zero=3; pipeline=none; remat=none; precision=bf16; may "
-        "be repeated, with one name to allow several values",
+        help="what a plan must have: the size of an axis, tp=4; zero=3; pipeline=none; remat=none; precision=bf16; "
+        "overlap=none; saved=none; may be repeated, with one name to allow several values",
     )  # fmt: skip
     _add_annotate(parser, "the search keeps it and adds others; annotations that come with a target are not used")
     _add_optimizer(parser)
@@ -401,6 +401,13 @@ def _precision(text: str) -> str:
     return text
 
 
+def _overlap(text: str) -> str:
+    if text not in OVERLAPS:
+        remedy = did_you_mean(text, OVERLAPS) or "write --fix overlap=none"
+        raise unreadable(text, f"it is none of {', '.join(OVERLAPS)}", remedy)
+    return text
+
+
 def _whole_number_or_text(text: str) -> int | str:
     return int(text[:20]) if text.removeprefix("-").isdecimal() else text  # Pipeline refuses what is no count
 
@@ -423,7 +430,8 @@ def _remat(text: str) -> Remat:
 
 
 FIXED: dict[str, Callable[[str], Any]] = {
-    "mesh": str, "zero": _stage, "remat": _remat, "precision": _precision, "pipeline": _pipeline,
+    "mesh": str, "zero": _stage, "remat": _remat, "precision": _precision, "pipeline": _pipeline, "overlap": _overlap,
+    "saved": _saved,
 }  # fmt: skip
 
 

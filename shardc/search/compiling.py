@@ -72,7 +72,7 @@ class PlanCompiler:
         """The program after a pass before ``insert_reshards``."""
         request = Request(mesh, annotations, self.args, self.kwargs, options=options)
         matched = match_annotations(self.model, request)
-        key = tuple(matched.modules), options.precision
+        key = tuple((path, each.pattern) for path, each in matched.modules.items()), options.precision
         if key not in self._captured:
             captured = capture_model(self.model, request, matched)
             unannotated = run_passes(first_program(captured.program, request, ()), until=UNANNOTATED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import cycle
 from typing import Any
 
 from torch import nn
@@ -12,6 +13,7 @@ from shardc.costs.count import flops_of, on_machine
 from shardc.costs.memory import memory_of
 from shardc.costs.step_time import COMPUTING, step_timeline
 from shardc.language.machine import Machine
+from shardc.options import AUTO
 from shardc.passes.lower.overlap_collectives import overlap_collectives
 from shardc.program.program import Program
 from shardc.program.traffic import collectives_of
@@ -25,7 +27,7 @@ from shardc.wire import Wire
 class Price:
     """What a step costs on one rank.
 
-    Seconds: of ``computing``, the optimizer's included, and ``exposed``, in which the rank waits for collectives. Bytes
+    Seconds: of ``computing``, the optimizer's included, and ``exposed``, in which the rank waits for others. Bytes
     by class as ``memory_of`` has them. ``wire_bytes``: sent. ``flops``: operations.
     """
 
@@ -40,6 +42,8 @@ class Price:
     wire_bytes: float
     flops: float
     offloaded: float = 0.0
+    saved_below: float = 0.0
+    residuals: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -132,14 +136,17 @@ class Pricer:
     def _price(self, compiler: PlanCompiler, plan: Plan, machines: Sequence[Machine]) -> tuple[Price, ...] | None:
         key = id(compiler), plan, repr(machines)
         if key not in self._prices:
+            chosen_for = machines if plan.overlap == AUTO else machines[:1]
             try:
-                program = self._program(compiler, plan)
-                self._prices[key] = tuple(price_of(on_machine(program, machine)) for machine in machines)
+                programs = [self._program(compiler, plan, machine) for machine in chosen_for]
             except REFUSALS:
                 self._prices[key] = None
+            else:
+                pairs = zip(machines, cycle(programs), strict=False)
+                self._prices[key] = tuple(price_of(on_machine(program, machine)) for machine, program in pairs)
         return self._prices[key]
 
-    def _program(self, compiler: PlanCompiler, plan: Plan) -> Program:
+    def _program(self, compiler: PlanCompiler, plan: Plan, machine: Machine) -> Program:
         self.num_compiled += 1
-        options = plan.compiler_options(self.optimizer, self.wire)
+        options = plan.compiler_options(self.optimizer, self.wire, machine)
         return compiler.program(plan.stage_mesh, plan.annotations, options, until=overlap_collectives)

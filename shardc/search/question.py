@@ -16,12 +16,13 @@ from shardc.language.errors import OptionError, did_you_mean
 from shardc.language.machine import Device
 from shardc.language.partition import P
 from shardc.language.text import bytes_of
-from shardc.options import KINDS, OPTIMIZERS, Remat, Zero
+from shardc.options import KINDS, OPTIMIZERS, OVERLAPS, Remat, Zero
 from shardc.search.task import Objective, Task
 
 AXES = ("dp", "tp", "cp", "ep", "pp")  # and dp2, ...
 MESH = "mesh"
-FIXED = {name: kind for name, (kind, _) in KINDS.items() if name != "zero"}  # options whose value is one of a kind
+FIXED = {name: KINDS[name][0] for name in ("remat", "precision", "pipeline")}  # options whose value is one of a kind
+NAMES = (*AXES, MESH, "zero", *FIXED, "overlap", "saved")
 
 
 def question(
@@ -46,7 +47,7 @@ def question(
         raise OptionError("suggest", f"optimizer={optimizer!r}", "its states are not known", remedy)
     fixed = {name: tuple(value) if isinstance(value, (list, tuple)) else (value,) for name, value in fix.items()}
     _check_fixed(fixed, devices)
-    sizes = {name: values for name, values in fixed.items() if name not in (MESH, "zero", *FIXED)}
+    sizes = {name: values for name, values in fixed.items() if _is_axis(name)}
     return Task(
         devices,
         machine,
@@ -60,6 +61,8 @@ def question(
         remats=fixed.get("remat", (None, *remats)),
         precisions=fixed.get("precision", (None,)),
         pipelines=fixed.get("pipeline"),
+        overlaps=fixed.get("overlap"),
+        saved=fixed.get("saved"),
     )
 
 
@@ -74,29 +77,34 @@ def _check_fixed(fixed: Mapping[str, tuple[Any, ...]], devices: int) -> None:
     """Raise an OptionError for a name or a value of ``fix`` that no plan has."""
     for name, values in fixed.items():
         who = f"fix={{{name!r}: ...}}"
-        names = (*AXES, MESH, "zero", *FIXED)
-        if name.rstrip("0123456789") not in names:
-            raise OptionError(
-                who,
-                f"{name!r}",
-                "a plan has no such part",
-                did_you_mean(name, names) or f"name one of {', '.join(names)}",
-            )
+        if name not in NAMES and not _is_axis(name):
+            remedy = did_you_mean(name, NAMES) or f"name one of {', '.join(NAMES)}"
+            raise OptionError(who, f"{name!r}", "a plan has no such part", remedy)
         for value in values:
-            if name in FIXED:
-                is_good, remedy = (
-                    value is None or isinstance(value, FIXED[name]),
-                    f"say None or a shardc.{FIXED[name].__name__}",
-                )
-            elif name == MESH:
-                is_good, remedy = _is_mesh(value, devices), f"say sizes of its axes with the product {devices}, as 4x2"
-            elif name == "zero":
-                is_good, remedy = value in (None, 0, 1, 2, 3) or isinstance(value, Zero), "say a stage, 0 to 3, or None"
-            else:
-                is_good = type(value) is int and value > 0 and devices % value == 0
-                remedy = f"say a size that divides {devices} devices"
+            is_good, remedy = _judged(name, value, devices)
             if not is_good:
                 raise OptionError(who, f"{value!r}", "a plan cannot have it", remedy)
+
+
+def _is_axis(name: str) -> bool:
+    return name.rstrip("0123456789") in AXES
+
+
+def _judged(name: str, value: Any, devices: int) -> tuple[bool, str]:
+    """Whether a plan can have a value of ``fix``, and what to say instead."""
+    if name in FIXED:
+        kind = FIXED[name]
+        return value is None or isinstance(value, kind), f"say None or a shardc.{kind.__name__}"
+    if name == MESH:
+        return _is_mesh(value, devices), f"say sizes of its axes with the product {devices}, as 4x2"
+    if name == "zero":
+        return value in (None, 0, 1, 2, 3) or isinstance(value, Zero), "say a stage, 0 to 3, or None"
+    if name == "overlap":
+        return value in (None, *OVERLAPS), f"say None, or one of {', '.join(OVERLAPS)}"
+    if name == "saved":
+        return value is None or isinstance(value, Mapping), "say None, or {'blocks.*': 'host'}"
+    is_good = type(value) is int and value > 0 and devices % value == 0
+    return is_good, f"say a size that divides {devices} devices"
 
 
 def _is_mesh(text: Any, devices: int) -> bool:

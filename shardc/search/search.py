@@ -114,7 +114,7 @@ class Search:
         kinds, prices, best = set[object](), set[object](), list[Found]()
         for each in sorted(self.found.values(), key=lambda each: each.rank(self.task)):
             mesh = str(each.plan.mesh)
-            kind, price = (mesh, each.plan.options), (mesh, each.price)
+            kind, price = (mesh, f"{each.plan.options}"), (mesh, each.price)
             if self.task.permits(each.plan) and kind not in kinds and price not in prices:
                 best.append(each)
                 kinds.add(kind)
@@ -164,7 +164,7 @@ class Search:
         """Plans on meshes of up to three axes, those of samples before the others."""
         data, model = self.data, [*self.model, *[frozenset[Decision]()] * bool(self.task.given)]
         for precision in self.task.precisions:
-            blank = Plan((), tuple(self.task.given.items()), precision=precision)
+            blank = Plan((), tuple(self.task.given.items()), precision=precision, **self.task.fixed_options)
             if self.task.devices == 1:
                 self.price(replace(blank, axes=(Axis("dp", 1),)))
             self._on_shapes([(each,) for each in (*data, *model)], 1, blank)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import permutations
 from typing import Any
 
 from torch import nn
@@ -15,26 +13,23 @@ from shardc.language.errors import ShardingError
 from shardc.language.machine import Device
 from shardc.language.mesh import Mesh
 from shardc.language.partition import P
-from shardc.options import Remat, Zero, check_call, check_model
-from shardc.options.zero import OPTIMIZER, PARAMETERS
+from shardc.options import Remat, check_call, check_model
 from shardc.report.suggest.records import Candidate
-from shardc.search.compiling import REFUSALS
+from shardc.search.hints import hints
 from shardc.search.pipelines import num_stages_of, with_stages
-from shardc.search.price import Price, Pricer
+from shardc.search.price import Pricer
 from shardc.search.question import AXES, check_counts, question, with_batch
 from shardc.search.reasons import reasons
 from shardc.search.search import Found, Progress, Search
 from shardc.search.space.decision import decisions_of, tensors_of
-from shardc.search.space.plan import Axis, Plan
+from shardc.search.space.plan import OPTIONS, Axis, Plan
 from shardc.search.space.shorten import Annotations, shortened
-from shardc.search.suggestion import Suggestion, Suggestions, python_text
+from shardc.search.suggestion import Suggestion, Suggestions, plan_text
 from shardc.search.task import Objective, Task
-from shardc.search.whole import Cost, WholeCompiler, cost_of
+from shardc.search.variants import compile_variants
+from shardc.search.whole import WholeCompiler, WholePlans
 from shardc.wire import Wire, check_wire, wire_on
 
-NUM_OFFLOADED = 3  # plans that do not fit, of which parts are tried in host memory
-NUM_BUDGETS = 4  # of what is saved, until a plan fits
-NUM_RECOMPUTED = 4  # best plans, of which each that computes blocks again is tried with less of that
 NUM_WHOLE = 3  # plans that are compiled whole, with a pipeline and without, at least
 PROMISING = 1.15  # a pipeline is compiled where it is estimated to take no longer than the best plan by this factor
 
@@ -74,7 +69,7 @@ def suggest(
         nodes: how many nodes the devices are in.
         batch: the samples of a step, where they are not those of the call.
         fix: the size of an axis, ``{"tp": 4}``, of all axes in any order, ``{"mesh": "4x2"}``, or an option,
-            ``{"zero": 3}``, ``{"pipeline": None}``; a list allows each of its values.
+            ``{"zero": 3}``, ``{"pipeline": None}``, ``{"overlap": None}``; a list allows each of its values.
         objective: ``"time"`` of a step, or ``"memory"`` at its peak.
         optimizer: whose states are stored.
         wire: what all plans send in codes, as in ``compile``; an axis that a plan lacks has no effect.
@@ -83,8 +78,9 @@ def suggest(
 
     Returns:
         Suggestions, which ``shardc.parallelize(model, **suggestion)`` takes. Each was compiled whole: its figures are
-        those of ``shardc.compile``. Where none fits in memory, the nearest come first. Ctrl-C ends the search, and the
-        best plans so far are returned.
+        those of ``shardc.compile``. Where none fits in memory, the nearest come first. The first one has ``hints``:
+        codecs and groups that would make it faster and change numbers, so that no plan has them by itself. Ctrl-C ends
+        the search, and the best plans so far are returned.
 
     Raises:
         ShardingError: for arguments that have no meaning, or where no plan keeps what is fixed.
@@ -104,7 +100,9 @@ def suggest(
         devices, annotations, memory, links, device, nodes, fix or {}, objective, optimizer, remats,
     )  # fmt: skip
     task = replace(task, wire=wire)
-    return _Suggesting(model, args, kwargs, num_samples, task, pricer, top, progress or (lambda what: None)).run()
+    tell = progress or (lambda what: None)
+    whole = WholePlans(WholeCompiler(model, args, kwargs, task), task, tell)
+    return _Suggesting(num_samples, task, pricer, top, tell, whole).run()
 
 
 @dataclass(eq=False)
@@ -114,20 +112,17 @@ class _Suggesting:
     State: ``whole``, plans compiled whole, with their costs; ``short``, annotations by axes and what is written.
     """
 
-    model: nn.Module
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
     num_samples: int
     task: Task
     pricer: Pricer
     top: int
     progress: Progress
-    whole: dict[Plan, Cost] = field(default_factory=dict)
+    whole: WholePlans
     short: dict[object, Annotations] = field(default_factory=dict)
 
     def run(self) -> Suggestions:
         """Search, compile the best plans whole, and say why they are as they are."""
-        tensors = tensors_of(self.pricer.few, self.model, self.task.given)
+        tensors = tensors_of(self.pricer.few, self.whole.compiler.model, self.task.given)
         search = Search(self.pricer, self.task, self.progress)
         staged: list[Plan] = []
         try:
@@ -135,23 +130,18 @@ class _Suggesting:
             staged = self._with_stages(search)
         except KeyboardInterrupt:
             self.progress("interrupted: the best plans so far are compiled")
-        self._compile(each.plan for each in search.finalists(max(NUM_WHOLE, self.top)))
-        self._compile(staged)
-        if not self._ranked():
+        self.whole.compile(each.plan for each in search.finalists(max(NUM_WHOLE, self.top)))
+        self.whole.compile(staged)
+        if not self.whole.ranked():
             raise self._nothing()
-        self._compile(self._variants())
-        if not self._fits(self._ranked()[0]):
-            self._compile(self._offloaded())
-            self._compile(self._variants())
-        whole = {plan: _found(plan, cost) for plan, cost in self.whole.items()}
+        compile_variants(self.whole, self.pricer)
+        whole = {plan: self.whole.found(plan) for plan in self.whole.costs}
         everything = (search.found | whole).values()
-        suggestions = [self._suggestion(plan, everything) for plan in self._ranked()[: self.top]]
+        suggestions = [self._suggestion(plan, everything) for plan in self.whole.ranked()[: self.top]]
+        suggestions[0] = replace(suggestions[0], hints=hints(self.whole, self.whole.ranked()[0]))
         candidates = (_candidate(each) for each in everything if self.task.permits(each.plan))
-        return Suggestions(suggestions, self._bound(), self.pricer.num_compiled + len(self.whole), candidates)
-
-    def _ranked(self) -> list[Plan]:
-        permitted = filter(self.task.permits, self.whole)
-        return sorted(permitted, key=lambda plan: _found(plan, self.whole[plan]).rank(self.task))
+        compiled = self.pricer.num_compiled + len(self.whole.costs)
+        return Suggestions(suggestions, self._bound(), compiled, candidates)
 
     def _with_stages(self, search: Search) -> list[Plan]:
         """The plans with a pipeline that are worth compiling, by estimates."""
@@ -168,88 +158,20 @@ class _Suggesting:
         estimates.sort(key=lambda each: (self.task.excess(each.peak), each.seconds, str(each.plan)))
         return [each.plan for each in estimates[:NUM_WHOLE]]
 
-    def _variants(self) -> list[Plan]:
-        """The best plan with what is chosen for the whole model: who crosses nodes, a schedule; what the best save."""
-        best = self._ranked()[0]
-        variants: list[Plan] = []
-        if self.task.machine.between is not None and best.pipeline is None:
-            variants += [replace(best, axes=axes) for axes in permutations(best.axes) if axes != best.axes]
-        if best.pipeline is not None and self.task.pipelines is None:
-            variants.append(replace(best, pipeline=replace(best.pipeline, schedule="auto")))
-        for plan in self._ranked()[:NUM_RECOMPUTED]:
-            variants += self._recomputing_less(plan)
-        return [*variants, *self._saving_pieces(best)]
-
-    def _recomputing_less(self, plan: Plan) -> Iterator[Plan]:
-        """A plan that saves as much as there is memory for, where it computed all of its blocks again.
-
-        What the peak holds besides changes with what is saved, so that some budgets are tried.
-        """
-        is_short = plan.remat is not None and plan.remat.budget is None and self.task.memory < float("inf")
-        if not is_short or not self.task.may_recompute:
-            return
-        without = replace(plan, remat=None)
-        self._compile([without])
-        if without in self.whole:
-            memory = self.whole[without].memory
-            budget, less = memory["saved"], without
-            for _ in range(NUM_BUDGETS):
-                budget -= self.whole[less].memory["peak"] - int(self.task.memory)
-                less = replace(plan, remat=Remat(budget=budget)) if budget > 0 else less
-                self._compile([less])
-                if less not in self.whole or self._fits(less):
-                    break
-            yield less
-
-    def _saving_pieces(self, best: Plan) -> Iterator[Plan]:
-        """Where memory is short: the best plan with the option ``saved``, for each axis that does not cut the batch."""
-        blocks = next(iter(self.pricer.lists), None)
-        if blocks is None or (best.remat is None and self._fits(best)):
-            return
-        for axis in best.axes:
-            if axis.size > 1 and not axis.cuts_samples:
-                pieces = replace(best, saved=((f"{blocks}.*".lstrip("."), axis.name),))
-                yield from (pieces, *([replace(pieces, remat=None)] if self.task.may_recompute else []))
-
-    def _offloaded(self) -> list[Plan]:
-        """The plans that come nearest, with the optimizer in host memory, and with parameters too."""
-        nearest = self._ranked()[:NUM_OFFLOADED]
-        zeros = {plan: plan.zero or Zero(plan.axes[0].name, 3) for plan in nearest}
-        plans = [replace(plan, zero=replace(zero, offload=OPTIMIZER)) for plan, zero in zeros.items()]
-        plans += [replace(plan, zero=replace(zero, stage=3, offload=PARAMETERS)) for plan, zero in zeros.items()]
-        return list(filter(self.task.permits, plans))
-
-    def _fits(self, plan: Plan) -> bool:
-        return self.whole[plan].memory["peak"] <= self.task.memory
-
-    def _compile(self, plans: Iterable[Plan]) -> None:
-        for plan in plans:
-            if plan not in self.whole:
-                self.progress(f"compiling plan {len(self.whole) + 1} for the whole model: {plan.mesh}")
-                try:
-                    self.whole[plan] = cost_of(self.compiler.compiled(plan).program)
-                except REFUSALS:
-                    continue
-
-    @cached_property
-    def compiler(self) -> WholeCompiler:
-        """The compiler of the whole model."""
-        return WholeCompiler(self.model, self.args, self.kwargs, self.task)
-
     def _bound(self) -> float:
         """Seconds of all computing, evenly on all devices."""
         one = self.pricer.of_all(Plan((Axis("dp", 1),)), (self.task.machine,))
         return one[0].computing / self.task.devices if one else 0.0
 
     def _suggestion(self, plan: Plan, everything: Iterable[Found]) -> Suggestion:
-        cost, task = self.whole[plan], self.task
+        cost, task, found = self.whole.costs[plan], self.task, self.whole.found(plan)
         others = [each for each in everything if each.plan != plan and task.permits(each.plan)]
         limit = None if task.memory == float("inf") else int(task.memory)
         links = {name: self._link(plan, name) for name in plan.mesh.axis_names}
         return Suggestion(
-            plan.mesh, self._annotations(plan), plan.zero, plan.remat, plan.precision, plan.pipeline, task.machine,
-            task.optimizer, wire_on(task.wire, plan.mesh.axis_names), dict(plan.saved) or None, cost, limit,
-            reasons(_found(plan, cost), others, task), links,
+            plan.mesh, self._annotations(plan), **{name: getattr(plan, name) for name in OPTIONS}, links=task.machine,
+            optimizer=task.optimizer, wire=wire_on(task.wire, plan.mesh.axis_names), cost=cost, memory_limit=limit,
+            reasons=reasons(found, others, task, cost.copying), axis_links=links,
         )  # fmt: skip
 
     def _link(self, plan: Plan, axis: str) -> str:
@@ -274,13 +196,6 @@ class _Suggesting:
         return ShardingError("suggest", what, problem, "fix less, or say shardc.compile to see what a plan lacks")
 
 
-def _found(plan: Plan, cost: Cost) -> Found:
-    """A plan compiled whole as the search has plans."""
-    exposed = cost.seconds - cost.computing  # with the bubble of a pipeline
-    return Found(plan, Price(cost.computing, exposed, **cost.memory, wire_bytes=cost.wire_bytes, flops=cost.flops))
-
-
 def _candidate(found: Found) -> Candidate:
-    saved = [f"saved={dict(found.plan.saved)!r}"] if found.plan.saved else []
-    text = ", ".join([str(found.plan.mesh), *map(python_text, found.plan.options), *saved])
+    text = plan_text(found.plan.mesh, found.plan.options)
     return Candidate(text, found.price.seconds, int(found.price.peak))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal
 
 from shardc.costs.records import MemoryEntry
 from shardc.language.machine import Machine, MachineEntry
@@ -12,12 +12,14 @@ from shardc.language.mesh import Mesh
 from shardc.language.partition import P
 from shardc.language.record import json_of
 from shardc.language.text import bytes_text, seconds_text
-from shardc.options import Pipeline, Precision, Remat, Zero
+from shardc.options import Pipeline, Precision, Remat, Saved, Zero
+from shardc.options.saved import saved_as
 from shardc.report.suggest.records import Candidate, PipelineEntry, Suggested, SuggestionEntry, TimeParts, ZeroEntry
+from shardc.search.space.plan import OPTIONS
 from shardc.search.whole import Cost
 from shardc.wire import Wire
 
-KEYS = ("mesh", "annotations", "zero", "remat", "precision", "pipeline", "links", "optimizer", "wire", "saved")
+KEYS = ("mesh", "annotations", *OPTIONS, "links", "optimizer", "wire")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,8 @@ class Suggestion(Mapping[str, Any]):
 
     ``links``: the machine of the prediction. ``cost``: of the program compiled whole. ``memory_limit``: the bytes that
     a rank has, or None. ``reasons``: a sentence for each choice, with what the next best one costs. ``axis_links``: the
-    link of each axis.
+    link of each axis. ``hints``: what would be faster and changes numbers, which is for you to choose; of the best
+    plan.
     """
 
     mesh: Mesh
@@ -35,14 +38,16 @@ class Suggestion(Mapping[str, Any]):
     remat: Remat | None
     precision: Precision | None
     pipeline: Pipeline | None
+    overlap: Literal["auto", "ring"] | None
+    saved: Saved | None
     links: Machine
     optimizer: str
     wire: Wire | None
-    saved: Mapping[str, str] | None
     cost: Cost
     memory_limit: int | None = None
     reasons: tuple[str, ...] = ()
     axis_links: Mapping[str, str] = field(default_factory=dict)
+    hints: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return f"<{self.summary()}>"
@@ -84,22 +89,20 @@ class Suggestion(Mapping[str, Any]):
             *(f"    {name!r}: {_qualified(spec)}," for name, spec in self.annotations.items()),
             "}",
         ]
-        options = {name: getattr(self, name) for name in ("zero", "remat", "precision", "pipeline")}
-        arguments = [f"{name}=shardc.{python_text(option)}" for name, option in options.items() if option is not None]
-        dicts = {"wire": self.wire, "saved": self.saved}
-        arguments += [f"{name}={dict(given)!r}" for name, given in dicts.items() if given]
+        options = self._options | ({"wire": self.wire} if self.wire else {})
+        arguments = [f"{name}={_argument(option)}" for name, option in options.items()]
         lines.append(f"model = shardc.parallelize({', '.join(['model', 'mesh', 'annotations', *arguments])})")
         return "\n".join(lines) + "\n"
 
     def summary(self) -> str:
         """One line: mesh, options, predicted time and memory."""
-        options = [
-            python_text(each) for each in (self.zero, self.remat, self.precision, self.pipeline) if each is not None
-        ]
-        options += [f"saved={dict(self.saved)!r}"] if self.saved else []
         peak = bytes_text(self.cost.memory["peak"])
         fits = "" if self.fits else f", {bytes_text(self.excess)} too much"
-        return f"{', '.join([str(self.mesh), *options])}: {seconds_text(self.seconds)} a step, peak {peak}{fits}"
+        return f"{plan_text(self.mesh, self._options)}: {seconds_text(self.seconds)} a step, peak {peak}{fits}"
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {name: option for name in OPTIONS if (option := getattr(self, name)) is not None}
 
     def entry(self) -> SuggestionEntry:
         """The record of its JSON form."""
@@ -115,7 +118,8 @@ class Suggestion(Mapping[str, Any]):
             if pipeline is None
             else PipelineEntry(pipeline.axis, pipeline.microbatches, pipeline.schedule, pipeline.balance),
             wire=self.wire,
-            saved=self.saved,
+            overlap=self.overlap,
+            saved=None if self.saved is None else {key: _saved_text(entry) for key, entry in self.saved.items()},
             seconds=TimeParts(cost.seconds, cost.computing, cost.exposed, cost.bubble),
             memory=MemoryEntry(**cost.memory),
             excess=self.excess,
@@ -124,6 +128,7 @@ class Suggestion(Mapping[str, Any]):
             flops=cost.flops,
             reasons=self.reasons,
             python=self.text(),
+            hints=self.hints or None,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -166,8 +171,23 @@ def _entry(zero: Zero) -> ZeroEntry:
     return ZeroEntry("+".join(zero.axes), zero.stage, "+".join(zero.fast_axes) or None, zero.offload)
 
 
-def python_text(option: Zero | Remat | Precision | Pipeline) -> str:
+def _saved_text(entry: Any) -> str | None:
+    """An entry of ``saved`` as one types it on the command line: ``tp+host``."""
+    how = saved_as(entry)
+    return None if how is None else "+".join([*how.axes, *filter(None, [how.to])])
+
+
+def plan_text(mesh: Mesh, options: Mapping[str, Any]) -> str:
+    """A mesh and the options of a plan in one line."""
+    return ", ".join(
+        [f"{mesh}", *(f"{name}=" * (not is_dataclass(each)) + python_text(each) for name, each in options.items())]
+    )
+
+
+def python_text(option: Any) -> str:
     """An option as Python code; fields that have their defaults are left out, but for those that are always said."""
+    if not is_dataclass(option):
+        return repr(dict(option) if isinstance(option, Mapping) else option)
     said = {"axis", "stage", "microbatches", "schedule"}
     values = {each.name: getattr(option, each.name) for each in fields(option)}
     defaults = {each.name: each.default for each in fields(option) if each.name not in said}
@@ -175,7 +195,14 @@ def python_text(option: Zero | Remat | Precision | Pipeline) -> str:
     return f"{type(option).__name__}({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
 
-def _qualified(spec: P) -> str:
+def _argument(option: Any) -> str:
+    """An option as Python code that knows ``shardc`` alone."""
+    if isinstance(option, Mapping):
+        return f"{{{', '.join(f'{key!r}: {_qualified(entry)}' for key, entry in option.items())}}}"
+    return "shardc." * is_dataclass(option) + python_text(option)
+
+
+def _qualified(spec: Any) -> str:
     return (
         repr(spec).replace("P(", "shardc.P(", 1).replace("P.OPEN", "shardc.P.OPEN").replace("blocks(", "shardc.blocks(")
     )

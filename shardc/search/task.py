@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from shardc.language.machine import Machine
 from shardc.language.partition import P
-from shardc.options import Pipeline, Precision, Remat
+from shardc.options import Pipeline, Precision, Remat, Saved
 from shardc.search.space.plan import Axis, Plan
 from shardc.wire import Wire
 
@@ -22,8 +22,9 @@ class Task:
     ``memory``: bytes that a rank has. ``given``: annotations that stay. ``sizes``: the sizes that an axis may have, by
     its name; an axis that a plan does not have has one rank. ``meshes``: the sizes of axes that a mesh may have, in any
     order; None for all. ``stages``: of ZeRO, 0 for none. ``remats``, ``precisions`` and ``pipelines``: the options that
-    a plan may have; of a pipeline, the ones with any number of stages where ``pipelines`` is None. ``wire``: what all
-    plans send in codes.
+    a plan may have; of a pipeline, the ones with any number of stages where ``pipelines`` is None. ``overlaps`` and
+    ``saved``: the same of these options, which are left to the search where they are None. ``wire``: what all plans
+    send in codes.
     """
 
     devices: int
@@ -38,7 +39,14 @@ class Task:
     remats: Sequence[Remat | None] = (None,)
     precisions: Sequence[Precision | None] = (None,)
     pipelines: Sequence[Pipeline | None] | None = None
+    overlaps: Sequence[str | None] | None = None
+    saved: Sequence[Saved | None] | None = None
     wire: Wire | None = None
+
+    @property
+    def fixed_options(self) -> dict[str, Any]:
+        """The first of the options that may be fixed, with which plans are searched for."""
+        return {name: values[0] for name, values in {"overlap": self.overlaps, "saved": self.saved}.items() if values}
 
     @property
     def extremes(self) -> tuple[Machine, Machine]:
@@ -71,7 +79,12 @@ class Task:
         has_remat = is_budget or plan.remat in self.remats
         has_pipeline = self.pipelines is None or plan.pipeline in self.pipelines
         has_stages = plan.num_stages in self.sizes.get("pp", (plan.num_stages,))
-        return stage in self.stages and has_remat and has_pipeline and has_stages and plan.precision in self.precisions
+        has_others = all(
+            allowed is None or option in allowed
+            for option, allowed in ((plan.overlap, self.overlaps), (plan.saved, self.saved))
+        )
+        has_precision = plan.precision in self.precisions
+        return stage in self.stages and has_remat and has_pipeline and has_stages and has_precision and has_others
 
     def of_stage(self, num_stages: int) -> Task:
         """The task for the devices of one stage of a pipeline, which have the memory of all stages."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -12,14 +12,30 @@ from shardc.compiler import Compiled, Request, compile_request
 from shardc.costs.count import call_seconds
 from shardc.costs.memory import memory_of
 from shardc.costs.stage_record import StageRecord
-from shardc.costs.step import rank_flops
+from shardc.costs.step import StepRecord, copies_of, rank_flops
 from shardc.costs.step_time import COMPUTING, step_timeline
+from shardc.options import OVERLAPS
 from shardc.program.communication import is_collective
 from shardc.program.program import Program
 from shardc.program.stages import has_stages
 from shardc.program.traffic import collectives_of
+from shardc.search.compiling import REFUSALS
+from shardc.search.price import Price
+from shardc.search.search import Found, Progress
 from shardc.search.space.plan import Plan
 from shardc.search.task import Task
+
+
+@dataclass(frozen=True, slots=True)
+class Copying:
+    """What a step copies between the device and the tier below.
+
+    ``seconds``: of the copies, and ``waited``, in which a rank computes nothing because of them; of a pipeline None.
+    """
+
+    nbytes: int
+    seconds: float | None
+    waited: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +43,9 @@ class Cost:
     """The cost of a step of a plan.
 
     ``seconds``: the predicted time of a step: ``computing``, with the optimizer, ``exposed``, in which a rank waits for
-    collectives, and ``bubble``, in which the busiest rank of a pipeline is idle. ``memory``: bytes on a rank by class.
-    ``wire_bytes`` that one rank sends in ``num_collectives``; ``flops`` of one rank.
+    collectives and copies, and ``bubble``, in which the busiest rank of a pipeline is idle. ``memory``: bytes on a rank
+    by class. ``wire_bytes`` that one rank sends in ``num_collectives``; ``flops`` of one rank. ``copying``: None where
+    nothing is copied to the tier below.
     """
 
     seconds: float
@@ -39,6 +56,7 @@ class Cost:
     wire_bytes: int
     num_collectives: int
     flops: int
+    copying: Copying | None = None
 
 
 def cost_of(program: Program) -> Cost:
@@ -52,8 +70,19 @@ def cost_of(program: Program) -> Cost:
     exposed = max(0.0, line.makespan - computing - bubble)
     num_collectives = sum(each.times for each in collectives)
     return Cost(
-        line.makespan, computing, exposed, bubble, memory_of(program), sent, num_collectives, rank_flops(program)
-    )
+        line.makespan, computing, exposed, bubble, memory_of(program), sent, num_collectives, rank_flops(program),
+        _copying(program),
+    )  # fmt: skip
+
+
+def _copying(program: Program) -> Copying | None:
+    nbytes = sum(each.bytes for each in copies_of(program))
+    if not nbytes:
+        return None
+    times = StepRecord(program).entry().copies
+    if times is None:
+        return Copying(nbytes, None, None)
+    return Copying(nbytes, sum(each.seconds for each in times), sum(each.waited for each in times))
 
 
 def _pipeline_seconds(program: Program) -> tuple[float, float]:
@@ -83,14 +112,60 @@ class WholeCompiler:
     task: Task
     _known: dict[Any, Compiled] = field(default_factory=dict)
 
-    def compiled(self, plan: Plan) -> Compiled:
-        """The compiled plan. Raises what ``shardc.compile`` raises."""
+    def compiled(self, plan: Plan, **further: Any) -> Compiled:
+        """The compiled plan, with ``further`` options. Raises what ``shardc.compile`` raises."""
         annotations = plan.annotations
         key = tuple((k, v) for k, v in annotations.items() if k.startswith("module:")), plan.precision
-        self._known[key] = compile_request(self.model, self.request(plan), self._known.get(key))
+        options = plan.compiler_options(self.task.optimizer, self.task.wire, self.task.machine)
+        request = Request(plan.mesh, annotations, self.args, self.kwargs, options=replace(options, **further))
+        self._known[key] = compile_request(self.model, request, self._known.get(key))
         return self._known[key]
 
-    def request(self, plan: Plan) -> Request:
-        """The request of a plan."""
-        options = plan.compiler_options(self.task.optimizer, self.task.wire, self.task.machine)
-        return Request(plan.mesh, plan.annotations, self.args, self.kwargs, options=options)
+
+@dataclass(eq=False)
+class WholePlans:
+    """Plans that were compiled whole, with their costs. State: ``tried``, with those that cannot be compiled."""
+
+    compiler: WholeCompiler
+    task: Task
+    progress: Progress
+    costs: dict[Plan, Cost] = field(default_factory=dict)
+    tried: set[Plan] = field(default_factory=set)
+
+    def compile(self, plans: Iterable[Plan]) -> None:
+        """Compile further plans; those that are not allowed, or refused, are left out."""
+        for plan in plans:
+            if plan not in self.tried and self.task.permits(plan):
+                self.progress(f"compiling plan {len(self.tried) + 1} for the whole model: {plan.mesh}")
+                self.tried.add(plan)
+                try:
+                    self.costs[plan] = cost_of(self.compiler.compiled(plan).program)
+                except REFUSALS:
+                    continue
+
+    def found(self, plan: Plan) -> Found:
+        """A plan as the search has plans."""
+        cost = self.costs[plan]
+        exposed = cost.seconds - cost.computing  # with the bubble of a pipeline
+        return Found(plan, Price(cost.computing, exposed, **cost.memory, wire_bytes=cost.wire_bytes, flops=cost.flops))
+
+    def fits(self, plan: Plan) -> bool:
+        """Whether a rank has enough memory for a plan."""
+        return self.costs[plan].memory["peak"] <= self.task.memory
+
+    def ranked(self) -> list[Plan]:
+        """The plans, the best first, without those that are as another one but for an option that is of no use."""
+        plans = [plan for plan in self.costs if not self._is_idle(plan)]
+        return sorted(plans, key=lambda plan: self.found(plan).rank(self.task))
+
+    def _is_idle(self, plan: Plan) -> bool:
+        """Whether another ``overlap`` is better, or none is as good; or the plan costs the same without ``saved``."""
+        if plan.saved is not None and self.costs.get(replace(plan, saved=None)) == self.costs[plan]:
+            return True
+        twins = [replace(plan, overlap=each) for each in (None, *OVERLAPS) if each != plan.overlap]
+        for twin in (each for each in twins if each in self.costs):
+            found, other = self.found(plan), self.found(twin)
+            is_useless = twin.overlap is None and not found.is_better(other, self.task)
+            if is_useless or other.is_better(found, self.task):
+                return True
+        return False

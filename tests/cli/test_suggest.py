@@ -81,6 +81,16 @@ def test_an_annotation_that_is_given_stays(capsys: pytest.CaptureFixture[str]) -
     assert all("up.weight" in each["annotations"] for each in record["suggestions"])
 
 
+def test_hints_are_printed_as_json_has_them(capsys: pytest.CaptureFixture[str]) -> None:
+    fixed = [f"--fix={each}" for each in ("dp=4", "zero=0", "remat=none", "overlap=none", "saved=none")]
+    slow = ("--links", "ethernet", "--annotate", "x=dp", "--top", "1", *fixed)
+    (hint,) = json.loads(printed(capsys, *slow, "--format", "json"))["suggestions"][0]["hints"]
+    assert hint.startswith(
+        "local=Local('dp', every=20), with annotations {'target': P('dp', ...)} too: groups along dp"
+    )
+    assert f"faster, with other numbers {hint}" in " ".join(printed(capsys, *slow).split())
+
+
 def test_where_nothing_fits_the_nearest_plan_is_printed_and_by_how_much_it_does_not(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

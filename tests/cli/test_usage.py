@@ -401,6 +401,12 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
         "  it is none of bf16, fp16, fp32\n"
         "  did you mean bf16 or fp16?",
     ),
+    "an overlap to fix": (
+        [*SUGGEST, "--fix", "overlap=rings"], 2,
+        "shardc suggest: argument --fix: 'rings'\n"
+        "  it is none of auto, ring\n"
+        "  did you mean ring?",
+    ),
     "a size that does not divide the devices": (
         [*SUGGEST, "--fix", "tp=3"], 2,
         "shardc: fix={'tp': ...}: 3\n"

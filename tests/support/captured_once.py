@@ -40,11 +40,14 @@ def is_about_capture(path: Path) -> bool:
 
 @contextmanager
 def captured_once() -> Iterator[None]:
-    """In the block, a model whose annotations name no modules gets the capture of an equal one, if it has one."""
+    """In the block, a model gets the capture of an equal one, if it has one.
+
+    Not where annotations name modules, nor for a group that trains by itself, which has a part of the call.
+    """
     capture_model = compiler.capture_model
 
     def capture(model: nn.Module, request: Request, matched: Matched, symbols: Symbols | None = None) -> Captured:
-        if matched.modules or symbols:
+        if matched.modules or symbols or request.options.local is not None:
             return capture_model(model, request, matched, symbols)
         key = _key(model, request)
         found = _CAPTURED.get(key)

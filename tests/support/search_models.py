@@ -46,6 +46,24 @@ def _on_meta(block: type[nn.Module], config: Config, *shape: int) -> Call:
         return Blocks(block(config) for _ in range(config.layers)), (torch.empty(*shape, config.width),)
 
 
+class Residual(nn.Module):
+    """Blocks of two products over embeddings of ``ids``, ``[sample, position]``, and a mean of squares as the loss."""
+
+    def __init__(self, width: int, hidden: int, layers: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(64, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, hidden, bias=False), nn.GELU(), nn.Linear(hidden, width, bias=False))
+            for _ in range(layers)
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
 class Recommender(nn.Module):
     """Clicks, predicted from the rows of a large table that ``ids``, ``[sample, feature]``, are of."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from functools import cached_property
 
 import torch
 from torch import fx
@@ -41,7 +42,6 @@ class Contents:
     def __init__(self, program: Program) -> None:
         self.program, self.wire = program, program.options.wire or {}
         self.unused = set(self.wire)
-        self._to_gradients = only_to_gradients(program) if self.wire else set()
         self._parameters = {node: name for name, node in parameters_of(program).items()}
 
     def steps(self, node: fx.Node) -> tuple[Step, ...]:
@@ -106,6 +106,10 @@ class Contents:
     def feeds_back(self, node: fx.Node, steps: Sequence[Step]) -> bool:
         """Whether what codes leave out of the values of a collective is added to those of the next step."""
         return any(codec.has_feedback for _, codec in steps) and self.content(node) == GRADIENTS
+
+    @cached_property
+    def _to_gradients(self) -> set[fx.Node]:
+        return only_to_gradients(self.program)
 
     def content(self, node: fx.Node) -> str:
         """What a collective carries, one of ``CONTENTS``."""

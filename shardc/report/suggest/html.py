@@ -1,7 +1,7 @@
 """Suggested plans as one page for a browser, which needs no network and runs no script.
 
-It has a table, a picture of the candidates with the frontier of time and memory, and for each plan its Python and why
-it is as it is. ``page/`` has the template and styles; colours and type are those of the report of a program.
+It has a table, a picture of the candidates with the frontier of time and memory, and for each plan its Python, why it
+is as it is, and hints. ``page/`` has the template and styles; colours and type are those of the report of a program.
 """
 
 from __future__ import annotations
@@ -84,10 +84,9 @@ def _of_limit(plan: SuggestionEntry, limit: int | None) -> str:
 
 
 def _plan(number: int, plan: SuggestionEntry, limit: int | None) -> str:
-    """The card of a plan: its time and memory in parts, its Python, and why it is as it is."""
+    """The card of a plan: its time and memory in parts, its Python, why it is as it is, and hints."""
     options = f", {_text(options_text(plan))}" if options_text(plan) else ""
     links = ", ".join(f"{name} over {link}" for name, link in plan.links.items())
-    reasons = "".join(f"<li>{_text(reason)}</li>" for reason in plan.reasons)
     times = [(name, getattr(plan.seconds, name)) for name in ("computing", "exposed", "bubble")]
     classes = [(name, float(getattr(plan.memory, name))) for name in MEMORY]
     if plan.memory.offloaded is not None:  # of the first three, copies of parameters alone are on the device
@@ -96,6 +95,7 @@ def _plan(number: int, plan: SuggestionEntry, limit: int | None) -> str:
     step = f"{seconds_text(plan.seconds.step)} a step: {_parts_text(times, seconds_text)}"
     of_peak = _parts_text(classes, bytes_of_class)
     peak = f"{bytes_text(plan.memory.peak)} at the peak ({_of_limit(plan, limit)}): {of_peak}"
+    hints = f'<p class="hint">faster, with other numbers</p>{_list(plan.hints)}' if plan.hints else ""
     sent = f"{bytes_text(plan.wire_bytes)} sent in {plan.collectives} collectives; {_text(links)}"
     return (
         f'<article class="card plan" id="plan-{number}">'
@@ -103,8 +103,12 @@ def _plan(number: int, plan: SuggestionEntry, limit: int | None) -> str:
         f'<p class="hint">{step}</p>{_bar("time", times, "time of a step")}'
         f'<p class="hint">{peak}</p>{_bar("memory", classes, "memory by class")}'
         f'<p class="hint">{sent}</p>'
-        f"<pre>{_text(plan.python)}</pre><ul class='reasons'>{reasons}</ul></article>"
+        f"<pre>{_text(plan.python)}</pre>{_list(plan.reasons)}{hints}</article>"
     )
+
+
+def _list(sentences: Iterable[str]) -> str:
+    return f"<ul class='reasons'>{''.join(f'<li>{_text(each)}</li>' for each in sentences)}</ul>"
 
 
 def bytes_of_class(count: float) -> str:

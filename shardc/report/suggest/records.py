@@ -9,6 +9,8 @@ from typing import Literal
 from shardc.costs.records import MemoryEntry
 from shardc.language.machine import MachineEntry
 from shardc.language.record import Amount, Count, Size
+from shardc.options.saved import tier_text
+from shardc.options.zero import HOST
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +56,13 @@ class SuggestionEntry:
     """A plan that was compiled whole, with its cost.
 
     ``mesh``: the axes with their sizes. ``links``: by axis. ``annotations``, ``remat``, ``precision``: as Python.
-    ``wire``: the codecs of what is sent, by key; absent where all is sent as it is. ``saved``: the axis that cuts what
-    is saved for backward, by glob; absent where none does.
+    ``wire``: the codecs of what is sent, by key; absent where all is sent as it is. ``overlap``: absent where products
+    are plain. ``saved``: by glob the axes that cut what is saved for backward, and where it is, joined by ``+``; absent
+    where it is whole on the device.
     ``excess``: the bytes by which the plan does not fit in memory. ``wire_bytes``, ``flops``: of one rank.
     ``collectives``: how many a rank starts in a step. ``reasons``: a sentence for each choice. ``python``: code that
-    can be pasted.
+    can be pasted. ``hints``: a sentence for each option that would make it faster and changes numbers; absent where
+    there is none.
     """
 
     mesh: Mapping[str, Size]
@@ -77,7 +81,9 @@ class SuggestionEntry:
     reasons: tuple[str, ...]
     python: str
     wire: Mapping[str, str | None] | None = None
-    saved: Mapping[str, str] | None = None
+    overlap: Literal["auto", "ring"] | None = None
+    saved: Mapping[str, str | None] | None = None
+    hints: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +129,19 @@ def options_text(plan: SuggestionEntry) -> str:
     found += [f"{plan.zero.offload} in host memory"] if plan.zero and plan.zero.offload else []
     if plan.pipeline is not None:
         found.append(f"{plan.pipeline.schedule} of {plan.pipeline.microbatches} microbatches")
-    pieces = [f"saved cut over {axis}" for axis in (plan.saved or {}).values()]
-    return ", ".join([*found, *filter(None, (plan.remat, plan.precision)), *pieces])
+    rings = ["products in rings"] * bool(plan.overlap)
+    saved = [_saved_text(entry) for entry in (plan.saved or {}).values() if entry]
+    return ", ".join([*found, *filter(None, (plan.remat, plan.precision)), *rings, *saved])
+
+
+def _saved_text(entry: str) -> str:
+    """``tp+host`` in words."""
+    axes, slash, path = entry.partition("/")
+    names = axes.split("+")
+    to = slash + path or (HOST if HOST in names else "")
+    names = [name for name in names if name not in ("", HOST)]
+    cut, where = f"cut over {' and '.join(names)}" * bool(names), f"in {tier_text(to)}" if to else ""
+    return " ".join(filter(None, ("saved", cut, where)))
 
 
 def machine_text(suggested: Suggested) -> str:

@@ -1,9 +1,9 @@
-"""Suggested plans as text: a table of them, then the first one as Python, and why it is as it is."""
+"""Suggested plans as text: a table of them, then the first one as Python, why it is as it is, and hints."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from shardc.language.text import bytes_text, printable, seconds_text, table
 from shardc.report.suggest.records import Suggested, SuggestionEntry, machine_text, mesh_text, options_text
@@ -19,9 +19,9 @@ def suggested_text(suggested: Suggested) -> str:
     rows = [_row(number, each, suggested.memory, has_bubbles) for number, each in enumerate(plans, 1)]
     first = plans[0]
     python = textwrap.indent(printable(first.python, keep="\n"), "    ")
-    reasons = "".join(f"{_wrapped(printable(reason))}\n" for reason in first.reasons)
-    facts = "".join(f"{_wrapped(each)}\n" for each in facts_of(suggested))
-    return f"{table(HEADER, rows)}\n{facts}\nthe first in Python\n\n{python}\nwhy\n\n{reasons}"
+    facts, reasons, hints = map(_lines, (facts_of(suggested), first.reasons, first.hints or ()))
+    further = f"\nfaster, with other numbers\n\n{hints}" if hints else ""
+    return f"{table(HEADER, rows)}\n{facts}\nthe first in Python\n\n{python}\nwhy\n\n{reasons}{further}"
 
 
 def _row(number: int, plan: SuggestionEntry, limit: int | None, has_bubbles: bool) -> tuple[object, ...]:
@@ -50,5 +50,7 @@ def facts_of(suggested: Suggested) -> Iterator[str]:
         )
 
 
-def _wrapped(text: str) -> str:
-    return "\n".join(textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False))
+def _lines(sentences: Iterable[str]) -> str:
+    """Sentences on lines of their own, wrapped."""
+    wrap = textwrap.TextWrapper(WIDTH, subsequent_indent="  ", break_long_words=False)
+    return "".join(f"{wrap.fill(printable(each))}\n" for each in sentences)

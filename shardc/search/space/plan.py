@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from shardc.language.machine import Machine
 from shardc.language.mesh import Mesh
 from shardc.language.partition import ZIGZAG, P
-from shardc.options import Options, Pipeline, Precision, Remat, Zero
+from shardc.options import Options, Pipeline, Precision, Remat, Saved, Zero
 from shardc.search.space.decision import Decision, Place
 from shardc.wire import Wire, wire_on
 
 Cuts = frozenset[Decision]
+OPTIONS = ("zero", "remat", "precision", "pipeline", "overlap", "saved")  # of a plan, as they are printed
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +48,8 @@ class Plan:
     """A point of the search.
 
     ``axes``: those that cut, the outermost first. ``given``: annotations that the user wrote, which stay. ``written``:
-    annotations in place of those of the axes, which make the same program. ``saved``: the option, by glob one axis.
-    ``pipeline``: over ``num_stages`` ranks, on an axis before the others.
+    annotations in place of those of the axes, which make the same program. ``pipeline``: over ``num_stages`` ranks, on
+    an axis before the others. Other options are those of ``compile``.
     """
 
     axes: tuple[Axis, ...]
@@ -55,10 +57,11 @@ class Plan:
     written: tuple[tuple[str, P], ...] | None = None
     zero: Zero | None = None
     remat: Remat | None = None
-    saved: tuple[tuple[str, str], ...] = ()
     precision: Precision | None = None
     pipeline: Pipeline | None = None
     num_stages: int = 1
+    overlap: str | None = None
+    saved: Saved | None = field(default=None, hash=False)
 
     @property
     def stage_mesh(self) -> Mesh:
@@ -73,16 +76,14 @@ class Plan:
         return Mesh(device_ids=None, **sizes or {axis.name: axis.size for axis in self.axes})
 
     @property
-    def options(self) -> tuple[Zero | Remat | Precision | Pipeline, ...]:
-        """The options that it has."""
-        return tuple(filter(None, (self.zero, self.remat, self.precision, self.pipeline)))
+    def options(self) -> dict[str, Any]:
+        """The options that it has, by name."""
+        return {name: option for name in OPTIONS if (option := getattr(self, name)) is not None}
 
     def compiler_options(self, optimizer: str, wire: Wire | None, machine: Machine | None = None) -> Options:
         """The options of a compilation."""
-        return Options(
-            self.zero, self.precision, self.remat, pipeline=self.pipeline, machine=machine or Machine(),
-            optimizer=optimizer, wire=wire_on(wire, self.mesh.axis_names), saved=dict(self.saved) or None,
-        )  # fmt: skip
+        wire = wire_on(wire, self.mesh.axis_names)
+        return Options(**self.options, machine=machine or Machine(), optimizer=optimizer, wire=wire)
 
     @property
     def annotations(self) -> dict[str, P]:

@@ -23,12 +23,26 @@ def test_the_text_has_a_row_for_each_plan_then_the_python_and_the_reasons_of_the
     assert header.split("  ")[0] == "rank" and {"bubble", "of memory"} <= set(re.split(r"  +", header))
     assert [row.split()[0] for row in rows] == ["1", "2", "3"]
     assert {"dp=2, tp=8", "ZeRO 1 over dp", "1 s"} <= set(re.split(r"  +", rows[0])) and "75%" in rows[0]
-    assert "1f1b of 8 microbatches, Remat(blocks='h.*'), Precision(compute=torch.bfloat16)" in rows[1]
+    assert (
+        "1f1b of 8 microbatches, Remat(blocks='h.*'), Precision(compute=torch.bfloat16), products in rings" in rows[1]
+    )
+    assert "saved cut over dp, saved cut over dp in host memory, saved in files of /scratch" in rows[1]
     assert "ZeRO 3 over dp and fsdp" in rows[2] and "112%, 10.0 GB too much" in rows[2]
     assert "On 16 x h100 in 2 nodes, nvlink, infiniband between nodes, 80.0 GB of memory a rank" in text
     assert "than 400.000 ms, all computing evenly on all ranks; the first takes 150.0% longer" in " ".join(text.split())
     python = found().suggestions[0].python.splitlines()
     assert all(f"    {line}\n" in text for line in python) and "\nwhy\n\nMesh(dp=2, tp=8): on another" in text
+
+
+def test_hints_of_the_first_plan_come_last_and_only_where_there_are_any() -> None:
+    hint = "wire={'dp gradients': 'int8'}: in codes a step takes <b>500 ms</b>"
+    assert suggested_text(found()).endswith(f"\n\nfaster, with other numbers\n\n{hint}\n")
+    assert (
+        "<li>wire={&#x27;dp gradients&#x27;: &#x27;int8&#x27;}: in codes a step takes &lt;b&gt;500"
+        in suggested_page(found())
+    )
+    plain = found(suggestions=(plan(1.0, GB),))
+    assert not any("other numbers" in form(plain) for form in (suggested_text, suggested_page))
 
 
 def test_where_nothing_fits_the_text_says_by_how_many_bytes() -> None:

@@ -1,0 +1,118 @@
+"""Variants of plans that were compiled whole: what is chosen for the whole model, and ways to fit in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import permutations
+from math import inf
+
+from shardc.options import AUTO, Remat, Zero
+from shardc.options.zero import HOST, OPTIMIZER, PARAMETERS
+from shardc.search.price import Pricer
+from shardc.search.space.plan import Plan
+from shardc.search.whole import WholePlans
+
+NUM_RECOMPUTED = 4  # best plans, of which each that computes blocks again is tried with less of that
+NUM_BUDGETS = 4  # of what is saved, until a plan fits
+NUM_RINGED, CLEARLY = 3, 0.99  # best plans that are tried with rings, if these take less than this part of the time
+NUM_OFFLOADED = 3  # plans that do not fit, of which parts are tried in host memory
+
+
+def compile_variants(whole: WholePlans, pricer: Pricer) -> None:
+    """Compile what may be better than the best plan: ways to fit, those that change least first, then rings."""
+    blocks = next((f"{path}.*".lstrip(".") for path in pricer.lists), None)
+    whole.compile(reordered(whole))
+    _compute_or_save(whole, blocks)
+    if not whole.fits(whole.ranked()[0]):
+        whole.compile(offloaded(whole))
+        whole.compile(reordered(whole))
+        _compute_or_save(whole, blocks)
+    whole.compile(in_rings(whole, pricer))
+
+
+def _compute_or_save(whole: WholePlans, blocks: str | None) -> None:
+    for plan in whole.ranked()[:NUM_RECOMPUTED]:
+        recompute_less(whole, plan)
+    whole.compile(saved_otherwise(whole, blocks))
+
+
+def reordered(whole: WholePlans) -> Iterator[Plan]:
+    """The best plan with other axes across nodes, or with the schedule that is best for its stages."""
+    best, task = whole.ranked()[0], whole.task
+    if task.machine.between is not None and best.pipeline is None:
+        yield from (replace(best, axes=axes) for axes in permutations(best.axes) if axes != best.axes)
+    if best.pipeline is not None and task.pipelines is None:
+        yield replace(best, pipeline=replace(best.pipeline, schedule="auto"))
+
+
+def recompute_less(whole: WholePlans, plan: Plan) -> None:
+    """Compile a plan that saves as much as there is memory for, where it computed all of its blocks again.
+
+    What the peak holds besides changes with what is saved, so that some budgets are tried.
+    """
+    memory, without = whole.task.memory, replace(plan, remat=None)
+    is_short = plan.remat is not None and plan.remat.budget is None and memory < float("inf")
+    if not is_short or not whole.task.may_recompute:
+        return
+    whole.compile([without])
+    if without not in whole.costs:
+        return
+    budget, less = whole.costs[without].memory["saved"], without
+    for _ in range(NUM_BUDGETS):
+        budget -= whole.costs[less].memory["peak"] - int(memory)
+        less = replace(plan, remat=Remat(budget=budget)) if budget > 0 else less
+        whole.compile([less])
+        if less not in whole.costs or whole.fits(less):
+            return
+
+
+def saved_otherwise(whole: WholePlans, blocks: str | None) -> Iterator[Plan]:
+    """Where memory is short: the best plan with what blocks save in pieces, in host memory, or both.
+
+    Pieces are over an axis that does not cut the batch. Host memory takes the place of computing again; where nothing
+    fits otherwise it has what is left to save as well.
+    """
+    best, task = whole.ranked()[0], whole.task
+    fits = whole.fits(best)
+    yield from (replace(best, saved=saved) for saved in task.saved or ())
+    if blocks is None or (best.remat is None and fits):
+        return
+    sizes = {axis.name: axis.size for axis in best.axes if axis.size > 1 and not axis.cuts_samples}
+    for name in sizes:
+        yield from (replace(best, saved={blocks: name}, remat=remat) for remat in (best.remat, None))
+    for name, count in [("", 1), *sizes.items()]:
+        below = replace(best, saved={blocks: (name, HOST) if name else HOST})
+        if not fits:
+            yield from (replace(below, remat=remat) for remat in task.remats)
+        elif not _copies_too_much(whole, best, count):
+            yield replace(below, remat=None)
+
+
+def _copies_too_much(whole: WholePlans, best: Plan, num_pieces: int) -> bool:
+    """Whether one copy of all that is saved without computing again takes longer than a step of the best plan."""
+    without = whole.costs.get(replace(best, remat=None))
+    if without is None:
+        return False
+    device = whole.task.machine.device
+    return device.transfer_seconds(without.memory["saved"] // num_pieces, False) > whole.costs[best].seconds
+
+
+def offloaded(whole: WholePlans) -> Iterator[Plan]:
+    """The plans that come nearest, with the optimizer in host memory, and with parameters too."""
+    nearest = whole.ranked()[:NUM_OFFLOADED]
+    zeros = {plan: plan.zero or Zero(plan.axes[0].name, 3) for plan in nearest}
+    yield from (replace(plan, zero=replace(zero, offload=OPTIMIZER)) for plan, zero in zeros.items())
+    yield from (replace(plan, zero=replace(zero, stage=3, offload=PARAMETERS)) for plan, zero in zeros.items())
+
+
+def in_rings(whole: WholePlans, pricer: Pricer) -> Iterator[Plan]:
+    """The best plans that fit, with products in rings where one block tells that these make it clearly faster."""
+    task = whole.task
+    for plan in filter(whole.fits, whole.ranked()[:NUM_RINGED] if task.objective == "time" else ()):
+        block = replace(plan, remat=None, saved=None, pipeline=None, num_stages=1)
+        for overlap in filter(None, (AUTO,) if task.overlaps is None else task.overlaps):
+            prices = [pricer.of_few(replace(block, overlap=each), (task.machine,)) for each in (None, overlap)]
+            plain, ringed = (each[0].seconds if each else inf for each in prices)
+            if ringed < CLEARLY * plain:
+                yield replace(plan, overlap=overlap)
