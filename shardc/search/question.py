@@ -9,6 +9,7 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
+from shardc.capture.annotations import Names, named_by
 from shardc.capture.call import call_leaves
 from shardc.capture.containers import flatten, rebuild
 from shardc.language.cluster import cluster
@@ -64,6 +65,14 @@ def question(
         overlaps=fixed.get("overlap"),
         saved=fixed.get("saved"),
     )
+
+
+def sample_axes(annotations: Mapping[str, P], names: Names) -> frozenset[str]:
+    """The axes by which annotations cut the first dim of an input. ``names``: those of a model's values, by kind."""
+    of_inputs = [
+        spec for pattern, spec in annotations.items() if any(kind == "input" for kind, _ in named_by(pattern, names))
+    ]
+    return frozenset(axis for spec in of_inputs for axis in P(*spec.entries[:1]).axes)
 
 
 def check_counts(**counts: Any) -> None:

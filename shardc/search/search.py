@@ -209,7 +209,7 @@ class Search:
             self.price(replace(blank, axes=self._axes(shape, each)), fastest.plan if fastest else None)
 
     def _axes(self, shape: Sequence[int], cuts: Sequence[Cuts]) -> tuple[Axis, ...]:
-        return named_axes(shape, cuts, self.task.given_axes)
+        return named_axes(shape, cuts, self.task.given_axes, self.task.sample_axes)
 
     # Options.
 
@@ -304,9 +304,9 @@ class Search:
         """The plan with another axis in place of its ``i``-th; axes are named by what they cut now."""
         axes = (*plan.axes[:i], axis, *plan.axes[i + 1 :])
         named = self._axes([each.size for each in axes], [each.cuts for each in axes])
-        names = {old.name: new.name for old, new in zip(plan.axes, named, strict=True)}
-        zero = plan.zero and plan.zero.renamed(names)
-        axes = tuple(replace(each, name=names[each.name]) for each in axes)
+        zero = plan.zero and plan.zero.renamed({old.name: new.name for old, new in zip(plan.axes, named, strict=True)})
+        pairs = zip(axes, named, strict=True)
+        axes = tuple(replace(each, name=new.name, has_samples=new.has_samples) for each, new in pairs)
         return replace(plan, axes=axes, zero=zero, written=None)
 
 

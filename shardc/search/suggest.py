@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from shardc.capture.annotations import check_annotations
+from shardc.capture.call import names_of
 from shardc.language.errors import ShardingError
 from shardc.language.machine import Device
 from shardc.language.mesh import Mesh
@@ -18,7 +19,7 @@ from shardc.report.suggest.records import Candidate
 from shardc.search.hints import hints
 from shardc.search.pipelines import num_stages_of, with_stages
 from shardc.search.price import Pricer
-from shardc.search.question import AXES, check_counts, question, with_batch
+from shardc.search.question import AXES, check_counts, question, sample_axes, with_batch
 from shardc.search.reasons import reasons
 from shardc.search.search import Found, Progress, Search
 from shardc.search.space.decision import decisions_of, tensors_of
@@ -99,7 +100,8 @@ def suggest(
     task = question(
         devices, annotations, memory, links, device, nodes, fix or {}, objective, optimizer, remats,
     )  # fmt: skip
-    task = replace(task, wire=wire)
+    of_samples = sample_axes(annotations or {}, names_of(model, args, kwargs))
+    task = replace(task, wire=wire, sample_axes=of_samples)
     tell = progress or (lambda what: None)
     whole = WholePlans(WholeCompiler(model, args, kwargs, task), task, tell)
     return _Suggesting(num_samples, task, pricer, top, tell, whole).run()

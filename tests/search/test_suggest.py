@@ -208,6 +208,17 @@ def test_given_annotations_are_in_every_suggestion() -> None:
     assert all({"dp", "tp"} <= set(each.mesh.axis_names) for each in found)
 
 
+@pytest.mark.parametrize("name", ["dp", "data"])
+def test_an_axis_by_which_the_user_cuts_samples_is_one_of_samples(name: str) -> None:
+    """So that ZeRO is over it."""
+    model, args = small_model()
+    given = {"ids": P(name), "targets": P(name)}
+    (found, *_) = shardc.suggest(
+        model, 4, args=args, annotations=given, links="nvlink", device="h100", fix=NO_PIPELINE | {"zero": 3}
+    )
+    assert found.zero == Zero(name, 3) and found.annotations.items() >= given.items()
+
+
 def test_less_memory_than_a_plan_needs_besides_what_it_saves_is_no_error() -> None:
     with torch.device("meta"):
         model, ids = GPT(Config(layers=3, vocab=256, context=64, width=128, heads=4)), torch.zeros(8, 64).long()

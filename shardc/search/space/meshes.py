@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from shardc.search.space.decision import Decision
 from shardc.search.space.plan import Axis, Cuts
@@ -18,18 +18,21 @@ def shapes(devices: int, num_axes: int) -> Iterator[tuple[int, ...]]:
             yield from ((size, *rest) for rest in shapes(devices // size, num_axes - 1))
 
 
-def named_axes(shape: Sequence[int], cuts: Sequence[Cuts], given: Sequence[str] = ()) -> tuple[Axis, ...]:
+def named_axes(
+    shape: Sequence[int], cuts: Sequence[Cuts], given: Sequence[str] = (), of_samples: Collection[str] = ()
+) -> tuple[Axis, ...]:
     """Axes with the names that the field has for what they cut; a second one of a name has a number behind it.
 
     ``dp`` samples, ``ep`` experts, ``cp`` positions, ``tp`` parameters. ``given``: names for axes that cut nothing but
-    what the user's annotations say.
+    what the user's annotations say, ``of_samples`` those that cut samples by them.
     """
     names: list[str] = []
     free = [name for name in given if name not in map(_name, cuts)]
     for each in cuts:
         name = free.pop(0) if free and not each else _name(each)
         names.append(name if name not in names else f"{name}{sum(n.startswith(name) for n in names) + 1}")
-    return tuple(Axis(*each) for each in zip(names, shape, cuts, strict=True))
+    axes = zip(names, shape, cuts, strict=True)
+    return tuple(Axis(name, size, each, has_samples=name in of_samples) for name, size, each in axes)
 
 
 def _name(cuts: Cuts) -> str:

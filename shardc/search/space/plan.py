@@ -24,6 +24,7 @@ class Axis:
     ``is_by_rows``: each decision is annotated at its lowest dim, not at that of its first seed. This matters where two
     decisions cut different dims of one tensor, as along a chain of layers: the tensor gets the cut that is annotated.
     ``in_zigzag``: where it alone cuts positions of inputs, each rank has an early and a late stretch of them.
+    ``has_samples``: annotations of the user cut the first dim of an input by it.
     """
 
     name: str
@@ -31,11 +32,12 @@ class Axis:
     cuts: Cuts = frozenset()
     is_by_rows: bool = False
     in_zigzag: bool = False
+    has_samples: bool = False
 
     @property
     def cuts_samples(self) -> bool:
         """Whether its ranks have samples of their own."""
-        return any(each.kind == "samples" for each in self.cuts)
+        return self.has_samples or any(each.kind == "samples" for each in self.cuts)
 
     @property
     def cuts_positions(self) -> bool:
