@@ -212,7 +212,7 @@ def test_given_annotations_are_in_every_suggestion() -> None:
 def test_an_axis_by_which_the_user_cuts_samples_is_one_of_samples(name: str) -> None:
     """So that ZeRO is over it."""
     model, args = small_model()
-    given = {"ids": P(name), "targets": P(name)}
+    given = {"x": P(name)}
     (found, *_) = shardc.suggest(
         model, 4, args=args, annotations=given, links="nvlink", device="h100", fix=NO_PIPELINE | {"zero": 3}
     )
