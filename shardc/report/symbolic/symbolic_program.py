@@ -17,7 +17,7 @@ from shardc.language.sharding import Sharding, TensorType, num_shards
 from shardc.language.windows import AROUND, FILLED, Windows, most_rows_sent
 from shardc.ops.attention.rules import RINGS
 from shardc.program.collective import EXCHANGES
-from shardc.program.communication import members
+from shardc.program.communication import members, ring_of
 from shardc.program.program import Program
 from shardc.report.symbolic.form import Form, Point, numbers, with_numbers
 
@@ -159,17 +159,21 @@ def count_rows(values: tuple[Any, ...]) -> tuple[Any, Any]:
 def exchange_conditions(symbolic: SymbolicProgram) -> Iterator[Condition]:
     """The conditions under which neighbours exchange as many rows as their expressions say.
 
-    Raises a ShardingError for an exchange that has none: chunks of several lengths, windows that move against them.
+    Raises a ShardingError for an exchange that has none: chunks of several lengths, windows that move against them,
+    rings of attention of which a mask hides rows.
     """
     for node, here in zip(symbolic.expressed.graph.nodes, symbolic.reference.graph.nodes, strict=True):
+        ring = ring_of(here)
+        if ring is not None and ring.sent is not None:
+            raise _no_expression(symbolic, here, "keys and values go round", HIDDEN, BY_SIZES)
         if any(part.kind == "rechunk" for part in members(node)):
-            raise _no_expression(symbolic, here)
+            raise _not_alike(symbolic, here)
         expressed: tuple[Any, ...] = node.args
         numbers: tuple[Any, ...] = here.args
         if node.target in EXCHANGES and node.target not in RINGS and numbers[1]:
             conditions = _conditions(Windows(*expressed[3]), Windows(*numbers[3]), symbolic.point)
             if conditions is None:
-                raise _no_expression(symbolic, here)
+                raise _not_alike(symbolic, here)
             yield from conditions
 
 
@@ -237,12 +241,19 @@ def _margins(window: Windows) -> tuple[int, int] | None:
     return left, right
 
 
-def _no_expression(symbolic: SymbolicProgram, node: fx.Node) -> ShardingError:
+NOT_ALIKE = "the chunks are not alike or not moved by whole steps, and how many rows that are has no expression"
+HIDDEN = "a mask hides keys, and how many of their rows a rank sees has no expression"
+BY_SIZES = "count at sizes: --at ... --recompile"
+
+
+def _not_alike(symbolic: SymbolicProgram, node: fx.Node) -> ShardingError:
+    what = f"neighbours exchange the edges of their chunks of {symbolic.reference.type(node)}"
+    return _no_expression(symbolic, node, what, NOT_ALIKE, f"start from sizes that the mesh divides, or {BY_SIZES}")
+
+
+def _no_expression(symbolic: SymbolicProgram, node: fx.Node, what: str, problem: str, remedy: str) -> ShardingError:
     source = symbolic.reference.source(node)
     where = ", ".join(word for word in (source.module, source.location) if word) or "the model"
-    what = f"neighbours exchange the edges of their chunks of {symbolic.reference.type(node)}"
-    problem = "the chunks are not alike or not moved by whole steps, and how many rows that are has no expression"
-    remedy = "start from sizes that the mesh divides, or count at sizes: --at ... --recompile"
     return ShardingError(f"{node.name} in {where}", what, problem, remedy)
 
 

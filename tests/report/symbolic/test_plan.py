@@ -281,6 +281,26 @@ class Joined(Tower):
         return torch.cat(made).square().mean()
 
 
+class Banded(nn.Module):
+    """Attention to the last four positions, by a mask that is made of positions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.arange(x.shape[2])[:, None]
+        mask = (rows >= rows.T) & (rows - rows.T < 4)
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask).square().mean()
+
+
+def test_a_ring_whose_mask_hides_keys_is_refused_with_what_to_say() -> None:
+    def compile_(point: Point) -> shardc.Compiled:
+        x = torch.empty(2, 2, point["T"], 8, device="meta")
+        return shardc.compile(Banded(), Mesh(cp=point["cp"]), {"x": P(None, None, "cp")}, args=(x,), attention="ring")
+
+    with pytest.raises(
+        shardc.ShardingError, match=r"keys and values go round\n  a mask hides keys.*\n  count at sizes"
+    ):
+        symbolic_plan(compile_, {"T": 24, "cp": 2}, ("cp",))
+
+
 def test_sizes_that_depend_on_the_number_of_modules_have_no_expression() -> None:
     def joined(point: Point) -> shardc.Compiled:
         with torch.device("meta"):
