@@ -186,7 +186,8 @@ class _Order:
     def _copied(self, value: Value, wanted: Folds) -> fx.Node | None:
         """A value that is made once more, of operands in zigzag; None where that does not make it so."""
         node, index = value
-        if node.op != "call_function" or is_annotation(node) or is_attention(node.target):
+        is_fixed = is_annotation(node) or is_attention(node.target) or node.target in (zigzag, in_order)
+        if node.op != "call_function" or is_fixed:
             return None
         rule = self.program.rule(node)
         factors = self.factors.get(node, {}) | _of_factors(rule, rule.results[index], wanted)

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn, optim
 from torch.optim.optimizer import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from shardc.language.errors import OrderError
+from shardc.language.errors import OrderError, ShardingError
 
 from ..execute.deferred import Totals
 from .tier import Tier
@@ -33,27 +34,34 @@ MOST_WAITING = 2  # gradients, each of which is alive until its step is done
 class SteppingInBackward:
     """The steps of an optimizer in one backward, made by a thread. Entered as the block of ``step_in_backward``.
 
-    State: ``stepped``, the parameters whose steps have begun, by id; ``_waiting``, the steps that are not done.
+    State of a block: ``stepped``, hooks on the parameters whose steps have begun, which autograd calls where it has
+    another gradient of one (``_read_twice``); ``_waiting``, the steps that are not done.
     """
 
     def __init__(self, optimizer: Optimizer, attach: Callable[[SteppingInBackward | None], None]) -> None:
         self.optimizer, self._attach = optimizer, attach
-        self._groups = {id(each): group for group in optimizer.param_groups for each in group["params"]}
-        self._part = _part_of(optimizer)
         self._waiting: deque[Future[None]] = deque()
-        self.stepped = dict[int, Tensor]()
+        self.stepped = list[RemovableHandle]()
+        self._is_read_twice = False
 
     def __enter__(self) -> None:
+        self._groups = {id(each): group for group in self.optimizer.param_groups for each in group["params"]}
+        self._part, self._is_read_twice = _part_of(self.optimizer), False
         self._attach(self)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:  # fmt: skip
         """Wait for the steps, and step what has a gradient still. After an error nothing more is stepped."""
         self._attach(None)
-        wait(self._waiting)
+        WORKER.submit(lambda: None).result()  # once all steps are done, those of blocks around this one too
+        waiting, self._waiting = self._waiting, deque()
+        for hook in self.stepped:
+            hook.remove()
+        self.stepped.clear()
         if error is None:
-            self._finish(0)
-            if any(each.grad is not None for each in self.stepped.values()):
+            for each in waiting:
+                each.result()
+            if self._is_read_twice:
                 raise _read_twice("another part of the loss reads a parameter that is stepped already")
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -61,7 +69,7 @@ class SteppingInBackward:
     def steps(self, parameter: Tensor) -> bool:
         """Whether a parameter is stepped as soon as its gradient is there, which nobody else waits for."""
         has_hooks = bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
-        return type(self.optimizer) in ELEMENTWISE and id(parameter) in self._groups and not has_hooks
+        return id(parameter) in self._groups and not has_hooks and _is_elementwise(self.optimizer)
 
     def begin_backward(self) -> None:
         """OrderError in the second backward of a block."""
@@ -70,13 +78,14 @@ class SteppingInBackward:
 
     def step(self, parameter: Tensor, gradient: Callable[[], Tensor]) -> None:
         """Step a parameter once the thread has called for its gradient."""
-        self.stepped[id(parameter)] = parameter
-        self._finish(MOST_WAITING - 1)
+        self.stepped.append(parameter.register_hook(self._note_gradient))
+        if len(self._waiting) == MOST_WAITING:
+            self._waiting.popleft().result()
         self._waiting.append(WORKER.submit(self._step, parameter, gradient))
 
-    def _finish(self, most: int) -> None:
-        while len(self._waiting) > most:
-            self._waiting.popleft().result()
+    def _note_gradient(self, gradient: Tensor | None) -> None:
+        """Autograd has a gradient of a parameter that is stepped; None where nobody else gave it one."""
+        self._is_read_twice |= gradient is not None
 
     def _step(self, parameter: Tensor, gradient: Callable[[], Tensor]) -> None:
         before, parameter.grad = parameter.grad, None
@@ -117,7 +126,7 @@ def step_in_backward(module: nn.Module, optimizer: Optimizer) -> SteppingInBackw
 
     Each parameter is stepped as soon as its gradient is there, while backward goes on, and its gradient is gone. What
     is left when the block ends is stepped then: all of it where the module has no ``Zero(offload=...)``, with Inductor,
-    in pipelines, and by an optimizer whose steps read several parameters. The numbers are those of
+    in pipelines, and by an optimizer that has hooks or whose steps read several parameters. The numbers are those of
     ``loss.backward(); optimizer.step(); optimizer.zero_grad()``, in whose place the block is.
 
     Nothing can read gradients after it: clip by value in a hook of each parameter, and use no ``GradScaler``.
@@ -135,9 +144,21 @@ def step_in_backward(module: nn.Module, optimizer: Optimizer) -> SteppingInBackw
         >>> with shardc.step_in_backward(parallel, optimizer):  # doctest: +SKIP
         ...     loss.backward()
     """
+    for what, given, kind in (("module", module, nn.Module), ("optimizer", optimizer, Optimizer)):
+        if not isinstance(given, kind):
+            problem, remedy = f"it is no {kind.__module__}.{kind.__name__}", "say step_in_backward(parallel, optimizer)"
+            raise ShardingError(f"step_in_backward({what}=...)", f"a {type(given).__name__}", problem, remedy)
     runtime: Any = getattr(module, "shardc", None)
     attach: Any = getattr(runtime, "step_in_backward", lambda stepping: None)
     return SteppingInBackward(optimizer, attach)
+
+
+def _is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's step is one of torch's, as it is but for what schedulers of rates put around it."""
+    own = optimizer.__dict__.get("step")
+    is_own = own is not None and getattr(own, "__wrapped__", None) is not type(optimizer).step
+    has_hooks = bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    return type(optimizer) in ELEMENTWISE and not is_own and not has_hooks
 
 
 def _part_of(optimizer: Optimizer) -> Any:

@@ -15,7 +15,7 @@ from gpt import GPT, Config
 from small_gpt import annotations_on
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.optim.optimizer import Optimizer
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import shardc
 from shardc import Mesh, P, Pipeline, Precision, Remat, Zero
@@ -69,12 +69,13 @@ def both_ways(mesh: Any, make: Any = ADAM, calls: int = 1, none: bool = True, **
     axes = mesh if isinstance(mesh, Mesh) else Mesh(**dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)))
     model, ids = GPT(SIZE), torch.randint(SIZE.vocab, (8, SIZE.context))
     found, counts = list[list[Any]](), list[int]()
+    counting = register_optimizer_step_post_hook(lambda part, *_: counts.append(len(part.param_groups[0]["params"])))
     for is_early in (False, True):
         parallel = shardc.parallelize(copy.deepcopy(model), mesh, annotations_on(axes), **options)
         optimizer = make(parallel.parameters())
-        optimizer.register_step_post_hook(lambda part, *_: counts.append(len(part.param_groups[0]["params"])))
         counts.clear()
         found.append(trained(parallel, optimizer, (ids, ids), is_early, calls, none))
+    counting.remove()
     return counts.count(1), same(*found)
 
 
@@ -192,12 +193,85 @@ def test_an_error_of_a_step_is_raised_and_nothing_more_is_stepped(linear: tuple[
         steps.append(1)
         raise ValueError("planted")
 
-    optimizer.register_step_pre_hook(fail)
+    planted = register_optimizer_step_pre_hook(fail)
     with pytest.raises(ValueError, match="planted"), shardc.step_in_backward(parallel, optimizer):
         parallel(x).sum().backward()
+    planted.remove()
     assert 1 <= len(steps) <= 3
     with pytest.raises(ZeroDivisionError), shardc.step_in_backward(parallel, SGD(parallel.parameters())):
         raise ZeroDivisionError
+
+
+def test_a_gradient_that_comes_while_a_parameter_is_stepped_is_seen() -> None:
+    """Of the last parameter in backward, whose step takes a while."""
+    model = nn.Sequential(nn.Embedding(300_000, 8), nn.Flatten(), nn.Linear(16, 1))
+    parallel = shardc.parallelize(model, Mesh(dp=1), {}, zero=OFFLOADED)
+    optimizer = ADAM(parallel.parameters())
+    loss = parallel(torch.tensor([[1, 2], [3, 4]])).sum() + parallel[0].weight.square().sum()
+    with pytest.raises(OrderError, match="another part of the loss"), shardc.step_in_backward(parallel, optimizer):
+        loss.backward()
+
+
+def clipping(optimizer: Optimizer, is_hook: bool) -> list[float]:
+    """Let an optimizer clip the norm of its gradients in each of its steps; returns what the norms are."""
+    norms, parameters = list[float](), optimizer.param_groups[0]["params"]
+
+    def clip(*_: Any) -> None:
+        norms.append(float(nn.utils.clip_grad_norm_(parameters, 0.1)))
+
+    if is_hook:
+        optimizer.register_step_pre_hook(clip)
+    else:
+        step = optimizer.step
+        optimizer.step = lambda *args: (clip(), step(*args))[1]  # type: ignore[method-assign,assignment]
+    return norms
+
+
+@pytest.mark.parametrize("is_hook", [True, False])
+def test_what_is_done_around_a_step_of_the_optimizer_is_done_once(
+    linear: tuple[nn.Module, Tensor], is_hook: bool
+) -> None:
+    parallel, x = linear
+    twin, found = copy.deepcopy(parallel), list[list[Any]]()
+    for model in (parallel, twin):
+        optimizer = SGD(model.parameters())
+        norms = clipping(optimizer, is_hook)
+        if model is twin:
+            model(x).sum().backward()
+            optimizer.step()
+        else:
+            with shardc.step_in_backward(model, optimizer):
+                model(x).sum().backward()
+        found.append([*norms, *(each.detach() for each in model.parameters())])
+    assert len(found[0]) == 5 and same(*found)
+
+
+def test_a_block_is_used_again_and_two_modules_of_one_optimizer_have_blocks_in_each_other(
+    linear: tuple[nn.Module, Tensor],
+) -> None:
+    parallel, x = linear
+    other = shardc.parallelize(nn.Linear(4, 4), Mesh(dp=2), {"input": P("dp")}, zero=OFFLOADED)
+    twins, found = [copy.deepcopy(parallel), copy.deepcopy(other)], list[list[Any]]()
+    for first, second in ((parallel, other), twins):
+        optimizer = SGD([*first.parameters(), *second.parameters()])
+        blocks = [shardc.step_in_backward(each, optimizer) for each in (first, second)]
+        for _ in range(2):
+            loss = first(x).square().sum() + second(x).square().sum()
+            if first is parallel:
+                with blocks[0], blocks[1]:
+                    loss.backward()
+            else:
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append([each.detach() for each in (*first.parameters(), *second.parameters())])
+    assert same(*found)
+
+
+def test_arguments_in_another_order_are_told(linear: tuple[nn.Module, Tensor]) -> None:
+    parallel, _ = linear
+    with pytest.raises(ShardingError, match=r"module=\.\.\.\): a SGD\n.*\n  say step_in_backward\(parallel, optimizer"):
+        shardc.step_in_backward(SGD(parallel.parameters()), parallel)  # type: ignore[arg-type]
 
 
 def on_ranks(calls: int) -> tuple[int, bool]:
