@@ -89,12 +89,13 @@ def test_what_is_saved_goes_to_host_memory_where_that_is_faster_than_to_compute_
         assert other.saved is None and other.remat
 
 
-def test_where_nothing_fits_inputs_of_blocks_go_to_host_memory_before_parameters_do() -> None:
-    model, ids = model_of(hidden=32, layers=8), ids_of(128)
+def test_where_nothing_fits_what_blocks_save_goes_to_host_memory_before_parameters_do() -> None:
+    """Of many blocks, since some copies are under way at a time."""
+    model, ids = model_of(hidden=32, layers=24), ids_of(128)
     every = shardc.compile(model, Mesh(dp=2), args=(ids,), remat=Remat("blocks.*"), zero=Zero("dp", 3), **LARGE)
-    ways = {**LARGE, "args": (ids,), "memory": every.memory["peak"] - 500_000, "top": 1}
+    ways = {**LARGE, "args": (ids,), "memory": every.memory["peak"] - every.memory["saved"] // 3, "top": 1}
     first = shardc.suggest(model, 2, fix={**FIXED, "dp": 2, "zero": [0, 3]}, **ways)[0]
-    assert first.fits and first.remat == Remat("blocks.*") and first.saved == {"blocks.*": "host"}
+    assert first.fits and first.saved == {"blocks.*": "host"}
     assert first.zero is None or first.zero.offload is None
     check(first, model, ids)
 

@@ -212,3 +212,34 @@ def test_what_cannot_be_in_zigzag_is_an_error(annotations: dict[str, P], options
     with pytest.raises(ShardingError) as error:
         compile(Dropped().eval(), Mesh(cp=2), annotations, args=(torch.randn(2, 8, WIDTH),), **options)
     assert said in str(error.value)
+
+
+class Padded(nn.Module):
+    """Attention whose mask is made of a float input that is cut: a value for each key, in whole rows."""
+
+    def __init__(self, is_learned: bool) -> None:
+        super().__init__()
+        self.qkv, self.gate, self.is_learned = nn.Linear(16, 48), nn.Linear(16, 1), is_learned
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, _ = x.shape
+        q, k, v = self.qkv(x).view(rows, length, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        of_keys = self.gate(x)[..., 0] if self.is_learned else x.abs().sum(-1) > 0
+        mask = of_keys[:, None, None, :].expand(rows, 1, length, length)
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask).square().mean()
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("is_learned", [False, True], ids=["padding", "learned"])
+def test_a_mask_of_whole_rows_with_columns_in_zigzag_is_put_in_order_once(is_learned: bool, count: int) -> None:
+    torch.manual_seed(0)
+    model, x = Padded(is_learned).double(), torch.randn(2, 12, 16, dtype=torch.float64)
+    x[0, -4:] = 0
+    compiled = compile(model, Mesh(cp=count), {"x": P(None, "cp:zigzag")}, args=(x,))
+    loss, gradients = compiled.simulate(x)
+    wanted = model(x)
+    wanted.backward()
+    torch.testing.assert_close(loss, wanted.detach(), rtol=1e-10, atol=1e-12)
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-12)
