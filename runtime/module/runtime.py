@@ -164,7 +164,10 @@ class ModuleRuntime:
             return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, foreach=True)
 
     def _enter_clip(self, max_norm: float, norm_type: float) -> None:
-        """Come to clipping with all other ranks, once gradients are reduced."""
+        """Come to clipping with all other ranks, once gradients are reduced. OrderError where they are gone."""
+        stepping = self._accumulation.stepping
+        if stepping is not None:
+            stepping.check_gradients("clip_grad_norm_")
         if self.gate is None:
             return
         reduce_now(self.parameters())

@@ -76,6 +76,12 @@ class SteppingInBackward:
         if self.stepped:
             raise _read_twice("a second backward begins in its block, or the loss has two calls of the module")
 
+    def check_gradients(self, who: str) -> None:
+        """OrderError for one who reads gradients that are gone."""
+        if self.stepped:
+            what, problem = "in the block of step_in_backward", "gradients are gone once their parameters are stepped"
+            raise OrderError(who, what, problem, "leave the block out: backward, clip_grad_norm_, optimizer.step()")
+
     def step(self, parameter: Tensor, gradient: Callable[[], Tensor]) -> None:
         """Step a parameter once the thread has called for its gradient."""
         self.stepped.append(parameter.register_hook(self._note_gradient))

@@ -257,6 +257,7 @@ class _Joint:
             preserved(named_arguments(self.model.forward, self.args, self.kwargs)),
             torch.inference_mode(False),
             torch.autograd.set_multithreading_enabled(False),
+            torch.autograd.set_detect_anomaly(False),  # there are no numbers yet
             unfused_recurrent_layers(),
             FunctionRewrites(self.masks),
             no_checkpoints(),

@@ -17,7 +17,7 @@ from shardc.language.errors import OptionError, did_you_mean
 from shardc.language.machine import Device
 from shardc.language.partition import P
 from shardc.language.text import bytes_of
-from shardc.options import KINDS, OPTIMIZERS, OVERLAPS, Remat, Zero
+from shardc.options import KINDS, OPTIMIZERS, OVERLAPS, Remat
 from shardc.search.task import Objective, Task
 
 AXES = ("dp", "tp", "cp", "ep", "pp")  # and dp2, ...
@@ -107,7 +107,7 @@ def _judged(name: str, value: Any, devices: int) -> tuple[bool, str]:
     if name == MESH:
         return _is_mesh(value, devices), f"say sizes of its axes with the product {devices}, as 4x2"
     if name == "zero":
-        return value in (None, 0, 1, 2, 3) or isinstance(value, Zero), "say a stage, 0 to 3, or None"
+        return value in (None, 0, 1, 2, 3), "say a stage, 0 to 3, or None: the search finds its axes, and offloads"
     if name == "overlap":
         return value in (None, *OVERLAPS), f"say None, or one of {', '.join(OVERLAPS)}"
     if name == "saved":
@@ -127,7 +127,7 @@ def _mesh_sizes(text: Any) -> tuple[int, ...]:
 
 
 def _stage(value: Any) -> int:
-    return value.stage if isinstance(value, Zero) else value or 0
+    return value or 0
 
 
 def _limit(memory: float | str | None, device: Device) -> float:

@@ -16,6 +16,7 @@ from shardc.language.mesh import Mesh
 from shardc.language.partition import P
 from shardc.options import Remat, check_call, check_model
 from shardc.report.suggest.records import Candidate
+from shardc.search.compiling import REFUSALS
 from shardc.search.hints import hints
 from shardc.search.pipelines import num_stages_of, with_stages
 from shardc.search.price import Pricer
@@ -192,7 +193,14 @@ class _Suggesting:
                 self.short[key] = shortened(plan, lambda changed: few.cuts(plan.stage_mesh, changed) == cuts)
         return self.short[key]
 
-    def _nothing(self) -> ShardingError:
+    def _nothing(self) -> Exception:
+        """Why nothing was found: what ``compile`` says of what is fixed on one rank, if it refuses that too."""
+        axes = tuple(Axis(name, 1) for name in self.task.given_axes or ("dp",))
+        plan = Plan(axes, tuple(self.task.given.items()), **self.task.fixed_options)
+        try:
+            self.whole.compiler.compiled(plan)
+        except REFUSALS as error:
+            return error
         what = f"{self.task.devices} devices, fix={dict(self.task.sizes)}, annotations={self.task.given}"
         problem = "no plan keeps what is fixed and can be compiled"
         return ShardingError("suggest", what, problem, "fix less, or say shardc.compile to see what a plan lacks")

@@ -1037,3 +1037,11 @@ def test_a_modules_output_is_annotated_by_its_path():
 
 def test_a_tensor_leaf_prints_its_type():
     assert str(TensorLeaf(TensorType((2, 3), torch.float32))) == "f32[2, 3]"
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_a_model_is_captured_while_autograd_looks_for_anomalies() -> None:
+    with torch.autograd.detect_anomaly():
+        captured = capture(nn.Linear(3, 2), (torch.ones(4, 3),), {})
+        assert torch.is_anomaly_enabled()
+    assert captured.program.calls

@@ -268,6 +268,14 @@ def test_a_block_is_used_again_and_two_modules_of_one_optimizer_have_blocks_in_e
     assert same(*found)
 
 
+def test_a_norm_of_gradients_that_are_gone_is_refused(linear: tuple[nn.Module, Tensor]) -> None:
+    parallel, x = linear
+    with pytest.raises(OrderError, match="gradients are gone"):
+        with shardc.step_in_backward(parallel, SGD(parallel.parameters())):
+            parallel(x).sum().backward()
+            parallel.clip_grad_norm_(1.0)  # type: ignore[operator]
+
+
 def test_arguments_in_another_order_are_told(linear: tuple[nn.Module, Tensor]) -> None:
     parallel, _ = linear
     with pytest.raises(ShardingError, match=r"module=\.\.\.\): a SGD\n.*\n  say step_in_backward\(parallel, optimizer"):
