@@ -204,13 +204,12 @@ class CompiledCall:
         if deferred:
             columns, reduction = self._accumulate(saved, tangents, keep, deferred)
         else:
+            takers, totals = ((), None) if stepped is None else (stepped.takers, stepped.totals)
             with without_autocast(self.conversion.comm.device):
-                if stepped is None:
-                    rows = self.runner.backward(saved, tangents, keep)
-                elif stepped.totals is None:
-                    rows = self.runner.backward(saved, tangents, keep, stepped.takers)
+                if totals is None:
+                    rows = self.runner.backward(saved, tangents, keep, takers)
                 else:
-                    rows, _ = self.runner.accumulate(saved, tangents, keep, stepped.totals, True, stepped.takers)
+                    rows, _ = self.runner.accumulate(saved, tangents, keep, totals, True, takers)
             columns = list(zip(*separate_rows(rows, starts, self._own_gradients), strict=True))
         for i, residual in residuals.items():
             output = self._indices.residuals[i]

@@ -34,8 +34,8 @@ MOST_WAITING = 2  # gradients, each of which is alive until its step is done
 class SteppingInBackward:
     """The steps of an optimizer in one backward, made by a thread. Entered as the block of ``step_in_backward``.
 
-    State of a block: ``stepped``, hooks on the parameters whose steps have begun, which autograd calls where it has
-    another gradient of one (``_read_twice``); ``_waiting``, the steps that are not done.
+    State of a block: ``stepped``, a hook on each parameter whose step has begun; autograd calls it if another part of
+    the loss gives that parameter a gradient, which sets ``_is_read_twice``. ``_waiting``: the steps that are not done.
     """
 
     def __init__(self, optimizer: Optimizer, attach: Callable[[SteppingInBackward | None], None]) -> None:
