@@ -6,7 +6,8 @@ import argparse
 import ast
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any, NoReturn
 
@@ -394,17 +395,11 @@ def _stage(text: str) -> int:
     return int(text)
 
 
-def _precision(text: str) -> str:
-    if text not in DTYPES:
-        remedy = did_you_mean(text, DTYPES) or "write --fix precision=bf16"
-        raise unreadable(text, f"it is none of {', '.join(DTYPES)}", remedy)
-    return text
-
-
-def _overlap(text: str) -> str:
-    if text not in OVERLAPS:
-        remedy = did_you_mean(text, OVERLAPS) or "write --fix overlap=none"
-        raise unreadable(text, f"it is none of {', '.join(OVERLAPS)}", remedy)
+def _one_of(words: Collection[str], example: str, text: str) -> str:
+    """A word that is one of several; ``example``: what to write if none is near."""
+    if text not in words:
+        remedy = did_you_mean(text, words) or f"write --fix {example}"
+        raise unreadable(text, f"it is none of {', '.join(words)}", remedy)
     return text
 
 
@@ -430,8 +425,8 @@ def _remat(text: str) -> Remat:
 
 
 FIXED: dict[str, Callable[[str], Any]] = {
-    "mesh": str, "zero": _stage, "remat": _remat, "precision": _precision, "pipeline": _pipeline, "overlap": _overlap,
-    "saved": _saved,
+    "mesh": str, "zero": _stage, "remat": _remat, "precision": partial(_one_of, DTYPES, "precision=bf16"),
+    "pipeline": _pipeline, "overlap": partial(_one_of, OVERLAPS, "overlap=none"), "saved": _saved,
 }  # fmt: skip
 
 
