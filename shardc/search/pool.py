@@ -1,7 +1,12 @@
-"""The pool: sets of decisions that are worth a mesh axis, found on a mesh of one axis."""
+"""The pool: sets of decisions that are worth a mesh axis, found on a mesh of one axis.
+
+Decisions are compared one by one. Where there are many, those of like layers that no list of blocks has, such as the
+stages of a network, are compared as one *group*; the search changes them one by one in its best plans.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -14,10 +19,11 @@ from shardc.search.task import Task
 
 NUM_KEPT = 2  # sets that are best by one figure
 WORTH = 1e-4  # a change makes a figure better by this part at least
-MOST = 10  # decisions that are added and dropped one by one
+MOST = 10  # groups that are added and dropped one by one
+MANY = 20  # decisions, more than which are compared in groups
 LARGEST = 8  # ranks of the axis on which sets are compared
 
-Prices = tuple[Price, ...]  # over links inside a node, and over links between nodes
+Prices = tuple[Price, ...]  # over links inside a node, and over links between nodes if there are any
 Figure = Callable[[Prices], float]
 FIGURES: tuple[Figure, ...] = (
     lambda prices: prices[0].seconds,
@@ -34,16 +40,16 @@ class Pool:
     task: Task
     prices: dict[Cuts, Prices | None] = field(default_factory=dict)
 
-    def distinct(self, decisions: Iterable[Decision]) -> list[Decision]:
-        """The decisions that change the program, one of those that cost the same, alone and where samples are cut."""
+    def distinct(self, decisions: Iterable[Decision]) -> list[Cuts]:
+        """The groups that change the program, one of those that cost the same, alone and where samples are cut."""
         decisions = [each for each in decisions if self._may_cut(each.size)]
         samples = frozenset(each for each in decisions if each.kind == "samples")
         nothing = self.price(frozenset())
-        found: dict[object, Decision] = {}
-        for decision in decisions:
-            prices = self.price(frozenset({decision}))
+        found: dict[object, Cuts] = {}
+        for group in _groups(decisions):
+            prices = self.price(group)
             if prices is not None and prices != nothing:
-                found.setdefault((prices, self.price(samples | {decision})), decision)
+                found.setdefault((prices, self.price(samples | group)), group)
         return list(found.values())
 
     def _may_cut(self, size: int) -> bool:
@@ -51,45 +57,45 @@ class Pool:
         ranks = next((each for each in range(2, self.task.devices + 1) if self.task.devices % each == 0), 1)
         return cuts_well(size, ranks)
 
-    def foremost(self, start: Cuts, decisions: Sequence[Decision]) -> list[Decision]:
-        """The decisions that gain the most beside ``start``, in time or in time and memory."""
-        orders = [self._by_gain(start, decisions, figure) for figure in FIGURES]
+    def foremost(self, start: Cuts, groups: Sequence[Cuts]) -> list[Cuts]:
+        """The groups that gain the most beside ``start``, in time or in time and memory."""
+        orders = [self._by_gain(start, groups, figure) for figure in FIGURES]
         return list(dict.fromkeys(each for rank in zip(*orders, strict=True) for each in rank))[:MOST]
 
-    def sets(self, start: Cuts, decisions: Sequence[Decision]) -> list[Cuts]:
+    def sets(self, start: Cuts, groups: Sequence[Cuts]) -> list[Cuts]:
         """Sets around ``start``, the best by each figure first.
 
         Where to cut all parameters by rows, or all by columns, is better than what the climb from ``start`` reaches,
         there is a climb from there too: a chain of layers may have to change as a whole.
         """
+        most = start.union(*groups)
         for figure in FIGURES:
-            lowest = self._climb(start, decisions, figure)
-            for together in (start | _along(decisions, 0), start | _along(decisions, 1)):
+            lowest = self._climb(start, groups, figure)
+            for together in (start | _along(most, 0), start | _along(most, 1)):
                 if self._figure(together, figure) < lowest:
-                    lowest = self._climb(start, decisions, figure, together)
-        most = start.union(decisions)
+                    lowest = self._climb(start, groups, figure, together)
         known = [(cuts, prices) for cuts, prices in self.prices.items() if prices and start <= cuts <= most and cuts]
         best = [sorted(known, key=lambda each: (figure(each[1]), len(each[0])))[:NUM_KEPT] for figure in FIGURES]
         alone = [start] * bool(start and self.price(start))  # options may make it the best
         return list(dict.fromkeys((*alone, *(cuts for rank in zip(*best, strict=False) for cuts, _ in rank))))
 
-    def _climb(self, start: Cuts, decisions: Sequence[Decision], figure: Figure, cuts: Cuts = frozenset()) -> float:
-        """Add the decisions that gain most, in the order of what each gains alone, then drop those that cost by now.
+    def _climb(self, start: Cuts, groups: Sequence[Cuts], figure: Figure, cuts: Cuts = frozenset()) -> float:
+        """Add the groups that gain most, in the order of what each gains alone, then drop those that cost by now.
 
         ``cuts``: the set to begin with, by default ``start``, which stays in it. Returns the best figure.
         """
-        order = self._by_gain(start, decisions, figure)[:MOST]
+        order = self._by_gain(start, groups, figure)[:MOST]
         cuts = cuts or start
         lowest = self._figure(cuts, figure)
-        for decision in (*order, *order):
-            value = self._figure(cuts ^ {decision}, figure)
+        for group in (*order, *order):
+            value = self._figure(toggled(cuts, group), figure)
             if value < (1 - WORTH) * lowest:
-                cuts, lowest = cuts ^ {decision}, value
+                cuts, lowest = toggled(cuts, group), value
         return lowest
 
-    def _by_gain(self, start: Cuts, decisions: Iterable[Decision], figure: Figure) -> list[Decision]:
-        """The decisions by what each gains alone beside ``start``, the best first."""
-        return sorted(decisions, key=lambda each: self._figure(start | {each}, figure))
+    def _by_gain(self, start: Cuts, groups: Iterable[Cuts], figure: Figure) -> list[Cuts]:
+        """The groups by what each gains alone beside ``start``, the best first."""
+        return sorted(groups, key=lambda each: self._figure(start | each, figure))
 
     def _figure(self, cuts: Cuts, figure: Figure) -> float:
         prices = self.price(cuts)
@@ -102,6 +108,22 @@ class Pool:
             plan = Plan((Axis("axis", size, cuts),))
             self.prices[cuts] = self.pricer.of_few(plan, self.task.extremes)
         return self.prices[cuts]
+
+
+def toggled(cuts: Cuts, group: Cuts) -> Cuts:
+    """The set without a group that is in it, or with one that is not."""
+    return cuts - group if group <= cuts else cuts | group
+
+
+def _groups(decisions: Sequence[Decision]) -> list[Cuts]:
+    """Each decision by itself; of many, those of parameters whose names differ in the first number alone together."""
+    groups: dict[object, list[Decision]] = {}
+    for each in decisions:
+        seed = each.seeds[0]
+        alike = re.sub(r"\.\d+\.", ".*.", seed.pattern, count=1), seed.dim, each.kind
+        is_grouped = len(decisions) > MANY and each.kind == "parameters"
+        groups.setdefault(alike if is_grouped else each, []).append(each)
+    return list(map(frozenset, groups.values()))
 
 
 def _along(decisions: Iterable[Decision], dim: int) -> Cuts:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import cycle
 from typing import Any
 
 from torch import nn
@@ -67,12 +66,17 @@ class Price:
 
 
 def price_of(program: Program) -> Price:
-    """The price of a lowered program or a later one."""
-    line, memory = step_timeline(program), memory_of(program)
+    """The price of a lowered program or a later one, on the machine that it was compiled for."""
+    computing, exposed = _seconds(program)
     sent = sum(each.times * each.wire_bytes for each in collectives_of(program))
+    return Price(computing, exposed, **memory_of(program), wire_bytes=sent, flops=flops_of(program, of_rank=True))
+
+
+def _seconds(program: Program) -> tuple[float, float]:
+    """Seconds of a step in which a rank computes, and in which it waits for others."""
+    line = step_timeline(program)
     computing = sum(task.seconds for task in line.on(COMPUTING))
-    exposed = max(0.0, line.makespan - computing)
-    return Price(computing, exposed, **memory, wire_bytes=sent, flops=flops_of(program, of_rank=True))
+    return computing, max(0.0, line.makespan - computing)
 
 
 @dataclass(eq=False)
@@ -136,15 +140,19 @@ class Pricer:
     def _price(self, compiler: PlanCompiler, plan: Plan, machines: Sequence[Machine]) -> tuple[Price, ...] | None:
         key = id(compiler), plan, repr(machines)
         if key not in self._prices:
-            chosen_for = machines if plan.overlap == AUTO else machines[:1]
             try:
-                programs = [self._program(compiler, plan, machine) for machine in chosen_for]
+                self._prices[key] = self._compiled_prices(compiler, plan, machines)
             except REFUSALS:
                 self._prices[key] = None
-            else:
-                pairs = zip(machines, cycle(programs), strict=False)
-                self._prices[key] = tuple(price_of(on_machine(program, machine)) for machine, program in pairs)
         return self._prices[key]
+
+    def _compiled_prices(self, compiler: PlanCompiler, plan: Plan, machines: Sequence[Machine]) -> tuple[Price, ...]:
+        if plan.overlap == AUTO:  # other programs for other links
+            return tuple(price_of(self._program(compiler, plan, machine)) for machine in machines)
+        program = self._program(compiler, plan, machines[0])
+        price = price_of(program)
+        times = [_seconds(on_machine(program, machine)) for machine in machines[1:]]
+        return price, *(replace(price, computing=computing, exposed=exposed) for computing, exposed in times)
 
     def _program(self, compiler: PlanCompiler, plan: Plan, machine: Machine) -> Program:
         self.num_compiled += 1

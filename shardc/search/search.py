@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice, product
+from functools import partial
+from itertools import chain, cycle, islice, product
 from math import floor, log
 
 from shardc.language.partition import P
 from shardc.options import Zero
-from shardc.search.pool import WORTH, Pool
+from shardc.search.pool import WORTH, Pool, toggled
 from shardc.search.price import Price, Pricer
 from shardc.search.space.decision import Decision
 from shardc.search.space.meshes import is_possible, named_axes, shapes
@@ -38,6 +39,7 @@ AMPLE = 0.5  # a plan with a peak of less than this part of the memory need not 
 GAIN = 0.8  # options make a plan no faster than this part of its time
 
 Progress = Callable[[str], None]
+Move = Callable[[Plan], Iterator[Plan]]  # changes of one thing of a plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +86,14 @@ class Search:
     def run(self, decisions: Iterable[Decision]) -> None:
         """Search; ``best`` has the best plans so far at any time."""
         pool = Pool(self.pricer, self.task)
-        decisions = pool.distinct(decisions)
-        samples = frozenset(each for each in decisions if each.kind == "samples")
-        others = [each for each in decisions if each not in samples]
+        groups = pool.distinct(decisions)
+        samples = frozenset(each for each in chain(*groups) if each.kind == "samples")
+        others = [each for each in groups if not each <= samples]
         self.data, self.model = pool.sets(samples, others), pool.sets(frozenset(), others)
-        self.progress(f"{len(decisions)} decisions, {len(self.data) + len(self.model)} sets of them for an axis")
-        changed = list(dict.fromkeys([*samples, *pool.foremost(samples, others), *pool.foremost(frozenset(), others)]))
+        self.progress(f"{len(groups)} decisions, {len(self.data) + len(self.model)} sets of them for an axis")
+        foremost = [*pool.foremost(samples, others), *pool.foremost(frozenset(), others)]
+        one_by_one = [frozenset({each}) for group in (samples, *foremost) for each in _in_order(group)]
+        changed = list(dict.fromkeys((*foremost, *one_by_one)))
         self._meshes()
         self.progress(f"{len(self.found)} plans on meshes{self._best_text()}")
         self._options()
@@ -268,37 +272,53 @@ class Search:
 
     # Refinement.
 
-    def _refine(self, start: Found, decisions: Sequence[Decision]) -> None:
-        """Change one thing of a plan at a time, as long as that makes it better."""
-        best, is_better = start, True
-        while is_better:
+    def _refine(self, start: Found, groups: Sequence[Cuts]) -> None:
+        """Change one thing of a plan at a time, until no change of the best one so far makes it better."""
+        best, num_in_vain = start, 0
+        moves = self._moves(len(start.plan.axes), groups)
+        for move in cycle(moves):
             before = best
-            for plan in self._neighbours(best.plan, decisions):
-                found = self.price(plan, best.plan, CLEARLY)
+            for plan in move(before.plan):
+                found = self.price(plan, before.plan, CLEARLY)
                 if found is not None and found.is_better(best, self.task):
                     best = found
-            is_better = best is not before
+            num_in_vain = num_in_vain + 1 if best is before else 0
+            if num_in_vain == len(moves):
+                return
 
-    def _neighbours(self, plan: Plan, decisions: Sequence[Decision]) -> Iterator[Plan]:
-        """Plans with a decision more or less on an axis, another dim of inputs, a set of the pool, other options."""
-        for i, axis in enumerate(plan.axes):
-            pool = self.data if axis.cuts_samples else self.model
-            of_inputs = [each for each in decisions if each.kind in ("samples", "inputs")]
-            swaps = [{mine, other} for mine in of_inputs for other in of_inputs if mine in axis.cuts and mine != other]
-            changes = ({each} for each in decisions), (each for each in swaps if not each <= axis.cuts)
-            sets = dict.fromkeys((*(axis.cuts ^ each for each in chain(*changes)), *pool[:NUM_POOL]))
-            others = [replace(axis, cuts=cuts) for cuts in sets]
-            if sum(each.kind == "parameters" for each in axis.cuts) > 1:
-                others.append(replace(axis, is_by_rows=not axis.is_by_rows))
-            if axis.cuts_positions:
-                others.append(replace(axis, in_zigzag=not axis.in_zigzag))
-            for other in others:
-                changed = self._with_axis(plan, i, other)
-                yield changed
-                if plan.zero is None and axis.cuts - other.cuts and 3 in self.task.stages:  # stored in pieces anyway
-                    yield replace(changed, zero=Zero(changed.axes[i].name, 3))
+    def _moves(self, num_axes: int, groups: Sequence[Cuts]) -> list[Move]:
+        """A group of decisions more or less on an axis, other cuts of an axis, other options."""
+        inputs = frozenset(each for each in chain(*groups) if each.kind in ("samples", "inputs"))
+        more_or_less = [partial(self._with_group, i, each) for i in range(num_axes) for each in groups]
+        others = [partial(self._with_other_cuts, i, inputs) for i in range(num_axes)]
+        return [*more_or_less, *others, self._with_other_zero]
+
+    def _with_group(self, i: int, group: Cuts, plan: Plan) -> Iterator[Plan]:
+        return self._with_cuts(plan, i, toggled(plan.axes[i].cuts, group))
+
+    def _with_other_cuts(self, i: int, inputs: Cuts, plan: Plan) -> Iterator[Plan]:
+        """Another dim of inputs, a set of the pool, rows in place of columns, positions in another order."""
+        axis = plan.axes[i]
+        swaps = product(_in_order(inputs & axis.cuts), _in_order(inputs - axis.cuts))
+        swapped = [axis.cuts - {mine} | {other} for mine, other in swaps]
+        pool = self.data if axis.cuts_samples else self.model
+        for cuts in dict.fromkeys((*swapped, *pool[:NUM_POOL])):
+            yield from self._with_cuts(plan, i, cuts)
+        if sum(each.kind == "parameters" for each in axis.cuts) > 1:
+            yield self._with_axis(plan, i, replace(axis, is_by_rows=not axis.is_by_rows))
+        if axis.cuts_positions:
+            yield self._with_axis(plan, i, replace(axis, in_zigzag=not axis.in_zigzag))
+
+    def _with_other_zero(self, plan: Plan) -> Iterator[Plan]:
         zeros = self._zeros(plan, [axis.name for axis in plan.axes], self.task.stages)
         yield from (replace(plan, zero=zero) for zero in (None, *zeros))
+
+    def _with_cuts(self, plan: Plan, i: int, cuts: Cuts) -> Iterator[Plan]:
+        """The plan with other cuts of an axis; where some are dropped, also with parameters stored in pieces anyway."""
+        changed = self._with_axis(plan, i, replace(plan.axes[i], cuts=cuts))
+        yield changed
+        if plan.zero is None and plan.axes[i].cuts - cuts and 3 in self.task.stages:
+            yield replace(changed, zero=Zero(changed.axes[i].name, 3))
 
     def _with_axis(self, plan: Plan, i: int, axis: Axis) -> Plan:
         """The plan with another axis in place of its ``i``-th; axes are named by what they cut now."""
@@ -314,6 +334,10 @@ def _triples(pairs: Iterable[tuple[Cuts, ...]], model: Iterable[Cuts]) -> Iterat
     """Pairs of sets with a third one between them: of the model, or of samples again, as where nodes share no model."""
     for first, second in pairs:
         yield from ((first, other, second) for other in (*model, first) if other != second)
+
+
+def _in_order(cuts: Cuts) -> list[Decision]:
+    return sorted(cuts, key=str)
 
 
 def _samples_alone_then_time(found: Found) -> tuple[bool, float]:

@@ -51,11 +51,11 @@ class Task:
         return {name: values[0] for name, values in {"overlap": self.overlaps, "saved": self.saved}.items() if values}
 
     @property
-    def extremes(self) -> tuple[Machine, Machine]:
-        """The machine as if all devices were in one node, and as if each were in a node of its own."""
-        inside = Machine(self.machine.links, self.machine.device)
-        between = self.machine.between
-        return inside, inside if between is None else Machine({"*": between}, self.machine.device)
+    def extremes(self) -> tuple[Machine, ...]:
+        """The machine as if all devices were in one node, and, with several, as if each were in a node of its own."""
+        links, device, between = self.machine.links, self.machine.device, self.machine.between
+        inside = Machine(links, device)
+        return (inside,) if between is None else (inside, Machine({"*": between}, device))
 
     def allows(self, axes: Iterable[Axis]) -> bool:
         """Whether axes have the sizes that are fixed."""

@@ -1,0 +1,65 @@
+"""Decisions of like layers are compared together where there are many, and one by one in the best plans."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from shardc.language.machine import Device, Link, Machine
+from shardc.search.pool import MANY, Pool
+from shardc.search.price import Pricer
+from shardc.search.search import Search
+from shardc.search.space.decision import Decision, decisions_of, tensors_of
+from shardc.search.space.meshes import named_axes
+from shardc.search.space.plan import Plan
+from shardc.search.task import Task
+
+NUM_STAGES, LARGE = 12, 6
+TASK = Task(2, Machine({"*": Link(1e-6, 1e11)}, Device({"float32": 1e13}, 1e12)))
+
+
+class Stages(nn.Module):
+    """A chain of two products each, of many widths, so that no block repeats; one of them is much wider than others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [64 + 8 * i for i in range(NUM_STAGES + 1)]
+        hidden = [128 if i != LARGE else 65536 for i in range(NUM_STAGES)]
+        self.stages = nn.ModuleList(
+            nn.Sequential(nn.Linear(widths[i], hidden[i]), nn.ReLU(), nn.Linear(hidden[i], widths[i + 1]))
+            for i in range(NUM_STAGES)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for stage in self.stages:
+            x = stage(x)
+        return x.square().mean()
+
+
+def stages() -> tuple[Pricer, tuple[Decision, ...]]:
+    with torch.device("meta"):
+        pricer = Pricer(Stages(), (torch.empty(64, 64),), {})
+    return pricer, decisions_of(pricer.few, tensors_of(pricer.few, pricer.model))
+
+
+def test_like_layers_are_one_group_and_no_decision_is_lost() -> None:
+    pricer, decisions = stages()
+    groups = Pool(pricer, TASK).distinct(decisions)
+    assert len(decisions) > MANY
+    assert sorted(map(len, groups))[-1] == NUM_STAGES
+    assert frozenset().union(*groups) == frozenset(decisions)
+    assert sum(map(len, groups)) == len(decisions)
+
+
+def test_one_layer_of_a_group_is_cut_where_the_others_are_better_whole() -> None:
+    pricer, decisions = stages()
+    search = Search(pricer, TASK)
+    search.run(decisions)
+    best = search.best()[0]
+    one_by_one = [Plan(named_axes((2,), (frozenset({each}),))) for each in decisions]
+    prices = [pricer.of_all(plan, (TASK.machine,)) for plan in one_by_one]
+    assert best.price.seconds <= min(price[0].seconds for price in prices if price)
+    (cuts,) = (axis.cuts for axis in best.plan.axes)
+    of_stages = [each for each in cuts if str(each).startswith("stages.")]
+    assert 0 < len(of_stages) < NUM_STAGES
+    assert any(str(each).startswith(f"stages.{LARGE}.") for each in of_stages)
