@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from shardc.language.partition import P
+from shardc.ops.pointwise import ANNOTATE
 from shardc.program.node import arguments, is_annotation, takes_device
 from shardc.program.program import Program
 
@@ -69,7 +70,7 @@ def _separate_pinned_outputs(program: Program) -> None:
             type_ = program.type(node)
             arguments = (node, str(P.of(pin.sharding, type_.shape, pin.open)), list(pin.priorities))
             with program.graph.inserting_before(program.output_node):
-                node = program.insert(torch.ops.shardc.annotate.default, arguments, type_, node, {"text": pin.text})
+                node = program.insert(ANNOTATE, arguments, type_, node, {"text": pin.text})
             results[i] = node
         values_with_pin.add(node)
     program.output_node.args = (tuple(results),)

@@ -18,13 +18,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 
-import torch
 from torch import fx
 
 from shardc.language.mesh import MICROBATCH, Axes
 from shardc.language.partition import P
 from shardc.language.sharding import DimSharding, Sharding, num_shards
 from shardc.ops.attention.ring import POSITIONS
+from shardc.ops.pointwise import ANNOTATE
 from shardc.program.node import is_annotation, operand
 
 from ..emitter import Emitter
@@ -33,7 +33,6 @@ from .along import Along
 HEADS = 1  # the dim of queries and keys
 BY_HEADS, BY_POSITIONS = "by_heads", "by_positions"  # names of the values
 LAST = 1000  # the priority: no weight is to be cut as heads are
-ANNOTATE = torch.ops.shardc.annotate.default
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from shardc.language.rule import Rule
 from shardc.language.sharding import DimSharding, num_shards
 from shardc.program.program import Pin, Program, Value
 
@@ -64,14 +65,23 @@ def _blocks_taken(program: Program) -> Iterator[Blocks]:
     """The blocks that ops take apart: by a split, or by a view such as ``(3, heads, width)``."""
     for node in program.calls:
         rule = program.rule(node)
-        values = (*program.operand_values(node), *((node, i) for i in range(len(rule.results))))
-        for value, dims in zip(values, rule.operands + rule.results, strict=True):
-            for dim, factors in enumerate(dims or ()):
-                is_separate = len(factors) > 1 and factors[0] in rule.whole
-                if value is not None and (is_separate or len(factors) > 2):
-                    count = rule.sizes[factors[0]]
-                    size = program.value_type(value).shape[dim] // max(1, count)
-                    yield Blocks(value, dim, count, size, is_separate)
+        if _block_dims not in rule.known:
+            rule.known[_block_dims] = list(_block_dims(rule))
+        for tensor, dim, count, is_separate in rule.known[_block_dims]:
+            values = program.operand_values(node)
+            value = values[tensor] if tensor < len(values) else (node, tensor - len(values))
+            if value is not None:
+                size = program.value_type(value).shape[dim] // max(1, count)
+                yield Blocks(value, dim, count, size, is_separate)
+
+
+def _block_dims(rule: Rule) -> Iterator[tuple[int, int, int, bool]]:
+    """The dims that may be blocks: of which tensor, which dim, how many, and whether the op makes a value of each."""
+    for tensor, dims in enumerate(rule.operands + rule.results):
+        for dim, factors in enumerate(dims or ()):
+            is_separate = len(factors) > 1 and factors[0] in rule.whole
+            if is_separate or len(factors) > 2:
+                yield tensor, dim, rule.sizes[factors[0]], is_separate
 
 
 def _changes(annotated: Program, pins: Mapping[str, Pin]) -> dict[Pin, Pin]:

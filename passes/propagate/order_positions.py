@@ -21,7 +21,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-import torch
 from torch import fx
 
 from shardc.language.errors import ShardingError
@@ -32,6 +31,7 @@ from shardc.ops.attention.mask import has_rows
 from shardc.ops.attention.ring import POSITIONS
 from shardc.ops.attention.rules import FORWARD, is_attention
 from shardc.ops.attention.tiled import TILED_MASK_BACKWARD
+from shardc.ops.pointwise import ANNOTATE
 from shardc.ops.zigzag import in_order, zigzag
 from shardc.options import ULYSSES
 from shardc.program.node import arguments, is_annotation, operands, set_operands
@@ -40,8 +40,6 @@ from shardc.program.program import Pin, Program, Value
 from ..decompose.along import Along
 from ..decompose.attention import as_ring, learned_masks, with_own_kernels
 from ..emitter import Emitter
-
-ANNOTATE = torch.ops.shardc.annotate.default
 
 
 def order_positions(program: Program) -> Program:

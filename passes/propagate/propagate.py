@@ -21,6 +21,7 @@ import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import fx
 
@@ -29,10 +30,11 @@ from shardc.language.errors import ShardingError, raise_all
 from shardc.language.mesh import MICROBATCH, Axes, Mesh
 from shardc.language.partition import P
 from shardc.language.rule import Dims, Rule
-from shardc.language.sharding import WHOLE, DimSharding, Sharding, num_shards
+from shardc.language.sharding import WHOLE, DimSharding, Sharding, TensorType, num_shards
 from shardc.language.size import plain
 from shardc.ops.contraction import dot
-from shardc.program.node import arguments, is_annotation, is_getitem
+from shardc.ops.pointwise import ANNOTATE
+from shardc.program.node import arguments, is_getitem
 from shardc.program.program import Pin, Program, Value, ends_of
 from shardc.program.provenance import DATA, PARAMETER, PARAMETER_FIRST, YIELDING, Origin
 
@@ -46,9 +48,9 @@ def propagate(program: Program, first: frozenset[str] = frozenset()) -> Program:
     """The program with a sharding on every value. For the axes named in ``first``, parameters come before inputs."""
     program = program.edited("annotated")
     pins = tuple(dict.fromkeys((*program.pins, *annotated_values(program))))
-    tensors = _tensors(program)
-    worklist, precedence = _Worklist([*_ops(program), *_ties(program)]), Precedence(pins, first)
-    pinned = [(tensors[pinned_value(program, pin)], pin, precedence.rounds(pin)) for pin in pins]
+    tensors, precedence = _Tensors(program), Precedence(pins, first)
+    worklist = _Worklist([*tensors.ops, *_ties(program, tensors)])
+    pinned = [(tensors.at(pinned_value(program, pin)), pin, precedence.rounds(pin)) for pin in pins]
     for tensor, pin, _ in pinned:
         tensor.reserved = pin.sharding.cut_axes
     for now in sorted({each for *_, rounds in pinned for each in rounds}):
@@ -56,8 +58,8 @@ def propagate(program: Program, first: frozenset[str] = frozenset()) -> Program:
             tensor.closed = frozenset(dim for dim, each in enumerate(rounds) if not _is_open(pin, dim, each, now))
             if now in rounds:
                 _cut_as_pinned(program, tensor, pin, [dim for dim, each in enumerate(rounds) if each == now], now[1])
-                worklist.add_around(tensor.value)
-        _settle(worklist, tensors)
+                worklist.add_around(tensor)
+        _settle(worklist)
     _write(program, tensors)
     program.pins = pins
     return program
@@ -65,76 +67,78 @@ def propagate(program: Program, first: frozenset[str] = frozenset()) -> Program:
 
 def spread(program: Program, moved: Mapping[Value, tuple[Sharding, Mapping[str, Origin]]]) -> None:
     """Cut some values of an annotated program otherwise, where they are open, and let new cuts flow to whole dims."""
-    tensors = _tensors(program)
-    for (node, index), tensor in tensors.items():
-        sharding = program.shardings(node)[index]
-        assert sharding is not None
-        for dim, cut in enumerate(sharding.dims):
-            tensor.set_cut(dim, cut)
-        tensor.origins.update(program.origins(node)[index])
+    tensors = _Tensors(program)
+    for node, own in tensors.of.items():
+        for tensor, sharding, origins in zip(own, program.shardings(node), program.origins(node), strict=False):
+            if tensor is not None:
+                assert sharding is not None
+                tensor.set_cuts(dict(enumerate(sharding.dims)), origins)
     for pin in program.pins:
-        tensor = tensors[pinned_value(program, pin)]
+        tensor = tensors.at(pinned_value(program, pin))
         tensor.closed = frozenset(range(len(tensor.shape))) - pin.open
-    worklist = _Worklist([*_ops(program), *_ties(program)])
+    worklist = _Worklist([*tensors.ops, *_ties(program, tensors)])
     for value, (sharding, origins) in moved.items():
-        tensor = tensors[value]
-        changed = {dim for dim, cut in enumerate(sharding.dims) if cut != tensor.dims[dim]}
+        tensor = tensors.at(value)
+        changed = {dim: cut for dim, cut in enumerate(sharding.dims) if cut != tensor.dims[dim]}
         if tensor.closed.isdisjoint(changed):
-            for dim in changed:
-                tensor.set_cut(dim, sharding.dims[dim])
-            tensor.origins.update(origins)
-            worklist.add_around(value)
-    _settle(worklist, tensors)
+            tensor.set_cuts(changed, origins)
+            worklist.add_around(tensor)
+    _settle(worklist)
     _write(program, tensors)
 
 
-def _settle(worklist: _Worklist, tensors: Mapping[Value, _Tensor]) -> None:
+def _settle(worklist: _Worklist) -> None:
     """Take steps until no op has one left; contractions come last."""
     for with_contractions in (False, True):
         for op in worklist.drain(with_contractions):
-            for value in _step(op, tensors):
-                worklist.add_around(value)
+            for tensor in _step(op):
+                worklist.add_around(tensor)
 
 
-def _write(program: Program, tensors: Mapping[Value, _Tensor]) -> None:
+def _write(program: Program, tensors: _Tensors) -> None:
     """Give the nodes the shardings and origins that their values have by now."""
     assert program.mesh is not None
     sharding_of = functools.cache(functools.partial(Sharding, program.mesh))  # equal shardings are one object
-    for node in program.graph.nodes:
-        own = [tensors.get((node, index)) for index in range(len(program.types(node)))]
-        shardings = tuple(sharding_of(tuple(tensor.dims)) if tensor else None for tensor in own)
+    for node, own in tensors.of.items():
+        shardings = tuple([None if tensor is None else sharding_of(tensor.dims) for tensor in own])
         if any(shardings) or (own and program.has_many(node)):
             program.set_sharding(node, shardings if program.has_many(node) else shardings[0])
-            program.set_origins(node, tuple(tensor.origins if tensor else {} for tensor in own))
+            program.set_origins(node, tuple([NO_ORIGINS if tensor is None else tensor.origins for tensor in own]))
+
+
+NO_ORIGINS: Mapping[str, Origin] = {}  # of a value that is not cut
 
 
 @dataclass(slots=True)
 class _Tensor:
     """A value while cuts flow: how each dim is cut by now, and where each axis came from.
 
-    ``closed``: dims that the user fixed. ``reserved``: axes that are kept for those. ``mesh``: of a parameter or a
-    buffer alone, which is cut only so that a DTensor on it can hold the shards. ``local_numel``: elements on one rank.
+    ``mesh``: of a parameter or a buffer alone, which is cut only so that a DTensor on it can hold the shards.
+    ``local_numel``: elements on one rank. ``around``: the ops that read or make it, by their place in the worklist.
+    ``closed``: dims that the user fixed. ``reserved``: axes that are kept for those.
     """
 
-    value: Value
+    node: fx.Node
+    index: int
     shape: tuple[int, ...]
     mesh: Mesh | None
-    dims: list[DimSharding]
+    dims: tuple[DimSharding, ...]
     local_numel: int
+    around: list[int] = field(default_factory=list)
     closed: frozenset[int] = frozenset()
     reserved: Axes = ()
-    origins: dict[str, Origin] = field(default_factory=dict)
+    origins: Mapping[str, Origin] = field(default_factory=lambda: NO_ORIGINS)
 
     @property
     def name(self) -> tuple[str, int]:
         """The value as origins name it."""
-        return self.value[0].name, self.value[1]
+        return self.node.name, self.index
 
-    def set_cut(self, dim: int, cut: DimSharding) -> None:
-        """Cut a dim."""
-        self.dims[dim] = cut
-        sizes = (cut.local_size(size) for cut, size in zip(self.dims, self.shape, strict=True))
-        self.local_numel = plain(math.prod(sizes))
+    def set_cuts(self, cuts: Mapping[int, DimSharding], origins: Mapping[str, Origin]) -> None:
+        """Cut some dims, by axes of these origins."""
+        self.dims = tuple([cuts.get(dim, cut) for dim, cut in enumerate(self.dims)])
+        self.local_numel = plain(math.prod(map(DimSharding.local_size, self.dims, self.shape)))
+        self.origins = {**self.origins, **origins}
 
     def free_part(self, cut: DimSharding, before: DimSharding) -> DimSharding:
         """The leading axes of a cut that are in ``before`` already, or that cut nothing of the value yet."""
@@ -154,16 +158,40 @@ class _Tensor:
         return sharding.storable((self.shape[dim],)) == sharding
 
 
-def _tensors(program: Program) -> dict[Value, _Tensor]:
-    """One for each value of the program, uncut."""
-    meshes = {node: program.mesh for (kind, _), node in program.named_inputs.items() if kind in PARAMETER_KINDS}
-    return {
-        (node, i): _Tensor((node, i), type_.shape, meshes.get(node), [WHOLE] * len(type_.shape), plain(type_.numel))
-        for node in program.graph.nodes
-        if node.op != "output" and not is_getitem(node)
-        for i, type_ in enumerate(program.types(node))
-        if type_ is not None
-    }
+class Op(NamedTuple):
+    """A rule over tensors, operands and then results: an op of the graph, or a tie."""
+
+    name: str
+    rule: Rule
+    tensors: tuple[_Tensor | None, ...]
+    is_contraction: bool = False
+
+
+class _Tensors:
+    """The values of a program, uncut. ``of``: the results of each node; ``ops``: those of the graph, over them."""
+
+    def __init__(self, program: Program) -> None:
+        self.of: dict[fx.Node, tuple[_Tensor | None, ...]] = {}
+        self.ops: list[Op] = []
+        stored = {node for (kind, _), node in program.named_inputs.items() if kind in PARAMETER_KINDS}
+        for node in program.graph.nodes:
+            if node.op == "output" or is_getitem(node):
+                continue
+            mesh, types = program.mesh if node in stored else None, enumerate(program.types(node))
+            own = self.of[node] = tuple([None if type_ is None else _uncut(node, i, type_, mesh) for i, type_ in types])
+            if node.op == "call_function":
+                read = tuple([value and self.at(value) for value in program.operand_values(node)])
+                self.ops.append(Op(node.name, program.rule(node), read + own, node.target is dot))
+
+    def at(self, value: Value) -> _Tensor:
+        """The tensor of a value."""
+        tensor = self.of[value[0]][value[1]]
+        assert tensor is not None, value
+        return tensor
+
+
+def _uncut(node: fx.Node, index: int, type_: TensorType, mesh: Mesh | None) -> _Tensor:
+    return _Tensor(node, index, type_.shape, mesh, (WHOLE,) * len(type_.shape), plain(type_.numel))
 
 
 def _is_open(pin: Pin, dim: int, own: tuple[int, int], now: tuple[int, int]) -> bool:
@@ -174,24 +202,10 @@ def _is_open(pin: Pin, dim: int, own: tuple[int, int], now: tuple[int, int]) -> 
 def _cut_as_pinned(program: Program, tensor: _Tensor, pin: Pin, dims: Iterable[int], rank: int) -> None:
     """Apply a pin to some dims; chains of origins begin here."""
     pipeline = program.options.pipeline
-    for dim in dims:
-        cut = pin.sharding.dims[dim]
-        if cut != WHOLE:
-            tensor.set_cut(dim, cut)
-        for part in cut.all_axes:
-            text = pipeline.text if pipeline and part.name == MICROBATCH else pin.text
-            tensor.origins[part.name] = Origin(text, rank, tensor.name)
-
-
-@dataclass(frozen=True, slots=True)
-class Op:
-    """A rule over values: an op of the graph, or a tie. ``values``, and their ``dims``: operands, then results."""
-
-    name: str
-    rule: Rule
-    values: tuple[Value | None, ...]
-    dims: tuple[Dims | None, ...]
-    is_contraction: bool = False
+    cuts = {dim: cut for dim in dims if (cut := pin.sharding.dims[dim]) != WHOLE}
+    names = [part.name for cut in cuts.values() for part in cut.all_axes]
+    text = {name: pipeline.text if pipeline and name == MICROBATCH else pin.text for name in names}
+    tensor.set_cuts(cuts, {name: Origin(text[name], rank, tensor.name) for name in names})
 
 
 class _Worklist:
@@ -199,16 +213,16 @@ class _Worklist:
 
     def __init__(self, ops: Sequence[Op]) -> None:
         self._ops = ops
-        self._around: dict[Value, list[int]] = {}  # which ops read or make a value
         self._queue: list[int] = []
         self._waiting: list[int] = []  # contractions
         for index, op in enumerate(ops):
-            for value in dict.fromkeys(filter(None, op.values)):
-                self._around.setdefault(value, []).append(index)
+            for tensor in op.tensors:
+                if tensor is not None:
+                    tensor.around.append(index)
 
-    def add_around(self, value: Value) -> None:
-        """Queue the ops that read or make a value."""
-        for index in self._around.get(value, ()):
+    def add_around(self, tensor: _Tensor) -> None:
+        """Queue the ops that read or make a tensor."""
+        for index in tensor.around:
             heapq.heappush(self._queue, index)
 
     def drain(self, with_contractions: bool) -> Iterator[Op]:
@@ -226,25 +240,19 @@ class _Worklist:
                 yield self._ops[index]
 
 
-def _ops(program: Program) -> Iterator[Op]:
-    """The ops of the graph."""
-    for node in program.calls:
-        rule = program.rule(node)
-        results = tuple(None if type_ is None else (node, i) for i, type_ in enumerate(program.types(node)))
-        values = program.operand_values(node) + results
-        yield Op(node.name, rule, values, rule.operands + rule.results, node.target is dot)
-
-
-def _ties(program: Program) -> Iterator[Op]:
+def _ties(program: Program, tensors: _Tensors) -> Iterator[Op]:
     """Gradients and new buffer values are cut as their inputs are; a tangent as its output."""
-    inputs = program.named_inputs
+    inputs, rules = program.named_inputs, dict[tuple[int, ...], Rule]()
     for output, owner, node in ends_of(program):
         partner = inputs.get(("tangent", output.name)) if output.kind == "output" else owner
         if node is not None and partner is not None:
-            values = program.value(node), program.value(partner)
-            sizes = {f"d{i}": size for i, size in enumerate(program.value_type(values[0]).shape)}
-            dims = tuple((factor,) for factor in sizes)
-            yield Op(f"the {output.kind} {output.name}", Rule((dims,), (dims,), sizes), values, (dims, dims))
+            pair = tensors.at(program.value(node)), tensors.at(program.value(partner))
+            shape = pair[0].shape
+            if shape not in rules:
+                sizes = {f"d{i}": size for i, size in enumerate(shape)}
+                dims = tuple((factor,) for factor in sizes)
+                rules[shape] = Rule((dims,), (dims,), sizes)
+            yield Op(f"the {output.kind} {output.name}", rules[shape], pair)
 
 
 @dataclass(slots=True)
@@ -256,24 +264,24 @@ class _Side:
     cuts: dict[str, DimSharding]
 
 
-def _step(op: Op, tensors: Mapping[Value, _Tensor]) -> list[Value]:
-    """Bring the tensors of an op to common cuts; the values that changed.
+def _step(op: Op) -> list[_Tensor]:
+    """Bring the tensors of an op to common cuts; those that changed.
 
     Where none can change by the op's rule, that is noted with the rule: like ops have one.
     """
-    key = _step, tuple([None if value is None else tuple(tensors[value].dims) for value in op.values])
+    key = _step, tuple([None if tensor is None else tensor.dims for tensor in op.tensors])
     if key in op.rule.known:
         return []
     sides = [
-        _Side(tensors[value], dims, factor_cuts(dims, tensors[value].dims, tensors[value].shape, op.rule.sizes))
-        for value, dims in zip(op.values, op.dims, strict=True)
-        if value is not None and dims is not None
+        _Side(tensor, dims, factor_cuts(dims, tensor.dims, tensor.shape, op.rule.sizes))
+        for tensor, dims in zip(op.tensors, op.rule.operands + op.rule.results, strict=True)
+        if tensor is not None and dims is not None
     ]
     numel: dict[str, int] = {}  # by factor: local elements of the largest tensor in which it is cut
     for side in sides:
         for factor in side.cuts:
             numel[factor] = max(numel.get(factor, 0), side.tensor.local_numel)
-    changed, is_settled = list[Value](), True
+    changed, is_settled = list[_Tensor](), True
     for factor in sorted(numel, key=numel.__getitem__, reverse=True):
         cut_sides = [side for side in sides if factor in side.cuts]
         source = max(cut_sides, key=lambda side: len(side.cuts[factor].all_axes))
@@ -284,7 +292,7 @@ def _step(op: Op, tensors: Mapping[Value, _Tensor]) -> list[Value]:
             if not extends(side.cuts.get(factor, WHOLE), cut) and op.rule.has(factor, side.dims):
                 is_settled = False
                 if _extend(op, side, factor, cut, source.tensor.origins):
-                    changed.append(side.tensor.value)
+                    changed.append(side.tensor)
     if is_settled:
         op.rule.known[key] = True
     return changed
@@ -318,9 +326,8 @@ def _extend(op: Op, side: _Side, factor: str, cut: DimSharding, origins: Mapping
     new = dims_sharding((side.dims[dim],), side.cuts, rule.sizes)[0]
     if not tensor.is_storable(dim, new):
         return False
-    tensor.set_cut(dim, new)
-    for part in new_parts:
-        tensor.origins.setdefault(part.name, origins[part.name].through(op.name, tensor.name))
+    names = [part.name for part in new_parts if part.name not in tensor.origins]
+    tensor.set_cuts({dim: new}, {name: origins[name].through(op.name, tensor.name) for name in names})
     return True
 
 
@@ -331,12 +338,11 @@ def annotated_values(program: Program) -> list[Pin]:
     """A pin for every ``shardc.annotate`` in the model. Those that do not fit raise one ShardingError."""
     pins: list[Pin] = []
     errors: dict[str, ShardingError] = {}
-    for node in program.calls:
-        if is_annotation(node):
-            try:
-                pins.append(_annotated_value(program, node))
-            except ShardingError as error:
-                errors.setdefault(str(error), error)  # the gradient's error is the same
+    for node in program.graph.find_nodes(op="call_function", target=ANNOTATE):
+        try:
+            pins.append(_annotated_value(program, node))
+        except ShardingError as error:
+            errors.setdefault(str(error), error)  # the gradient's error is the same
     raise_all(list(errors.values()))
     return pins
 

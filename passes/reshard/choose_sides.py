@@ -55,9 +55,10 @@ def cheapest_plan(program: Program) -> CutPlan:
     plan = of_data = choose_cuts(program)
     contested = Precedence(program.pins).contested
     data_bytes = of_data.wire_bytes if contested else 0
-    for axis in contested:
+    products = {node.name: node for node in program.calls if _may_be_divided(program, node)} if contested else {}
+    for axis in contested if products else ():
         other = with_parameters_first(program, axis)
-        pairs = zip(program.calls, other.calls, strict=True)
+        pairs = ((products[node.name], node) for node in other.calls if node.name in products)
         if any(_is_other_product(program, ours, other, theirs) for ours, theirs in pairs):
             plan = _divided(program, plan, other)
     plan = with_moved_axes(plan)
@@ -71,14 +72,21 @@ def with_parameters_first(program: Program, axis: str) -> Program:
     return propagated(cut_blocks(program, first), first)
 
 
+def _may_be_divided(program: Program, node: fx.Node) -> bool:
+    """Whether an op is a product with an input, and a factor that may be cut is on all its tensors."""
+    rule = program.rule(node)
+    is_product = len(rule.operands) > 1 and any(map(rule.is_reduced, rule.sizes)) and not program.has_many(node)
+    if not is_product or not any(map(_is_of_input, node.all_input_nodes)):
+        return False
+    tensors = [dims for dims in (*rule.operands, *rule.results) if dims is not None]
+    return any(size > 1 and all(rule.has(factor, dims) for dims in tensors) for factor, size in rule.sizes.items())
+
+
 def _is_other_product(program: Program, ours: fx.Node, other: Program, theirs: fx.Node) -> bool:
-    """Whether a product with an input would be cut, with parameters first, along a dim that its tensors share."""
+    """Whether a product would be cut, with parameters first, along a dim that its tensors share."""
+    if program.shardings(ours) == other.shardings(theirs):
+        return False
     rule = program.rule(ours)
-    is_product = len(rule.operands) > 1 and any(map(rule.is_reduced, rule.sizes)) and not program.has_many(ours)
-    if program.shardings(ours) == other.shardings(theirs) or not is_product:
-        return False
-    if not any(map(_is_of_input, ours.all_input_nodes)):
-        return False
     our_cuts, their_cuts = (
         factor_cuts(rule.results[0] or (), by.sharding(node).dims, program.type(node).shape, rule.sizes)
         for by, node in ((program, ours), (other, theirs))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -27,7 +27,7 @@ from shardc.program.communication import collective_at, is_collective, local_typ
 from shardc.program.lifetime import is_row_of_kept, stored_below
 from shardc.program.node import is_free, operand
 from shardc.program.program import Program, Value, ends_of, parameters_of
-from shardc.program.stages import Stage, has_stages
+from shardc.program.stages import Stage, cached_on_program, has_stages
 from shardc.program.text import rank_axes
 
 aten = torch.ops.aten
@@ -49,7 +49,7 @@ def flops_of(program: Program, of_rank: bool = False) -> int:
     ``of_rank``: on one rank's shards; otherwise on the types of the program, which are global before localize.
     """
     if of_rank:
-        return sum(flops_of_call(program, node) for node in program.calls)
+        return sum(flops for flops, _ in work_of(program).values())
     return sum(_flops(program, node, lambda node, index: program.types(node)[index]) for node in program.calls)
 
 
@@ -155,7 +155,9 @@ def has_machine(program: Program) -> bool:
 
 def on_machine(program: Program, machine: Machine) -> Program:
     """The same program with times of another machine."""
-    return replace(program, options=replace(program.options, machine=machine))
+    elsewhere = replace(program, options=replace(program.options, machine=machine))
+    elsewhere.cache[work_of] = work_of(program)
+    return elsewhere
 
 
 def seconds(program: Program, node: fx.Node) -> float:
@@ -169,8 +171,17 @@ def seconds(program: Program, node: fx.Node) -> float:
     return max(sending, computing - alone) + alone
 
 
-def call_seconds(program: Program, node: fx.Node) -> float:
-    """The time for which one rank computes in a call; 0 for a view."""
+Work = tuple[int, int]  # the operations of a call on one rank's shards, and the bytes that it moves
+
+
+@cached_on_program
+def work_of(program: Program) -> Mapping[fx.Node, Work]:
+    """The work of each call of a program that no pass changes any more, which is the same on every machine."""
+    return {node: (flops_of_call(program, node), bytes_moved(program, node)) for node in program.calls}
+
+
+def call_seconds(program: Program, node: fx.Node, work: Work | None = None) -> float:
+    """The time for which one rank computes in a call, whose ``work`` may be known; 0 for a view."""
     if is_free(node):
         return 0.0
     if node.target in DOT_RINGS:
@@ -181,7 +192,7 @@ def call_seconds(program: Program, node: fx.Node) -> float:
         return device.transfer_seconds(size, in_files)
     types = [type_ for type_ in program.types(node) if type_ is not None]
     dtype = dtype_name(types[0].dtype) if types else "float32"
-    flops, moved = flops_of_call(program, node), bytes_moved(program, node)
+    flops, moved = work or (flops_of_call(program, node), bytes_moved(program, node))
     ring = ring_of(node)
     if ring is not None:
         flops = round(ring.imbalance * flops)  # all wait for the busiest

@@ -193,11 +193,11 @@ class StepRecord:
     def _waiting_seconds(self) -> Counter[object]:
         """For each lane the time for which the computing lane is idle until a task on it ends."""
         lanes = {task.name: task.lanes[0] for task in self.timeline.tasks}
-        waiting, now = Counter[object](), 0.0
+        waiting, now, reasons = Counter[object](), 0.0, self.timeline.reasons
         for task in self.timeline.on(COMPUTING):
             start = self.timeline.starts[task.name]
             if start > now:
-                waiting[lanes[self.timeline.reasons[task.name]]] += start - now  # type: ignore[assignment]
+                waiting[lanes[reasons[task.name]]] += start - now  # type: ignore[assignment]
             now = self.timeline.end(task)
         if self.timeline.makespan > now:
             last = max(self.timeline.tasks, key=self.timeline.end)

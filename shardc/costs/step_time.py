@@ -23,6 +23,7 @@ from shardc.costs.count import (
     seconds,
     stage_link,
     update_seconds,
+    work_of,
 )
 from shardc.costs.stage_lifetime import ways_after
 from shardc.costs.stage_record import StageRecord
@@ -73,9 +74,9 @@ def axes_and_link(lane: Hashable) -> tuple[str, str]:
 # One rank.
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Slice:
-    """The name of a task on a lane of one rank: a call or a collective.
+    """The name of a task on a lane of one rank: a call or a collective. It is equal to no other.
 
     ``name``: of the node. ``text``: ``phase/module/name``. ``kind``: of a collective. ``is_share``: the part of a
     collective's time in which its rank computes nothing.
@@ -125,16 +126,16 @@ class _Lanes:
             yield Task(Slice(OPTIMIZER, f"update/{OPTIMIZER}", "update"), (COMPUTING,), seconds, ends)
 
     def _call(self, node: fx.Node) -> Iterator[Task]:
-        yield from self._compute(node, call_seconds(self.program, node), self._operand_makers(node))
+        seconds = call_seconds(self.program, node, work_of(self.program).get(node))
+        yield from self._compute(node, seconds, self._operand_makers(node))
 
     def _compute(self, node: fx.Node, seconds: float, after: tuple[Hashable, ...], part: str = "") -> Iterator[Task]:
         """A call, or a part of it, on the computing lane."""
         self.makers[node] = after
         if seconds:
-            name = self._slice(node)
-            task = Task(replace(name, text=name.text + part), (COMPUTING,), seconds, after)
-            self.makers[node] = self.last = (task.name,)
-            yield task
+            name = self._slice(node, part=part)
+            self.makers[node] = self.last = (name,)
+            yield Task(name, (COMPUTING,), seconds, after)
 
     def _ring(self, node: fx.Node) -> Iterator[Task]:
         """The rank computes with what it has while the next is on its way.
@@ -173,8 +174,8 @@ class _Lanes:
     def _operand_makers(self, node: fx.Node) -> tuple[Hashable, ...]:
         return tuple(dict.fromkeys(maker for read in node.all_input_nodes for maker in self.makers.get(read, ())))
 
-    def _slice(self, node: fx.Node, kind: str = "") -> Slice:
-        return Slice(node.name, range_name(self.program, node), self.program.source(node).phase, kind)
+    def _slice(self, node: fx.Node, kind: str = "", part: str = "") -> Slice:
+        return Slice(node.name, range_name(self.program, node) + part, self.program.source(node).phase, kind)
 
 
 # The ranks of a pipeline: what they do once a step, before and after the schedule.

@@ -177,7 +177,8 @@ class Sharding(KeepsHash):
 
     def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape that one rank holds, padding included, of a value of global ``shape``."""
-        return tuple(dim.local_size(size) for dim, size in zip(self.dims, shape, strict=True))
+        assert len(self.dims) == len(shape), (self, shape)
+        return tuple(map(DimSharding.local_size, self.dims, shape))
 
     def is_even(self, shape: tuple[int, ...]) -> bool:
         """Whether there is no padding."""

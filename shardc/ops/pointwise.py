@@ -126,4 +126,5 @@ def annotate_op() -> Any:
 
 
 annotate_op()
-rule(torch.ops.shardc.annotate.default, _pointwise())  # not linear: the user's sharding closes every open sum
+ANNOTATE: Any = torch.ops.shardc.annotate.default
+rule(ANNOTATE, _pointwise())  # not linear: the user's sharding closes every open sum

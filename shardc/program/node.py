@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc.ops.pointwise import ANNOTATE
+
 
 def is_size(node: fx.Node) -> bool:
     """Whether a node of a traced graph is a number that follows from sizes."""
@@ -23,7 +25,7 @@ def is_getitem(node: fx.Node) -> bool:
 
 def is_annotation(node: fx.Node) -> bool:
     """Whether a node is a ``shardc.annotate`` of the user's model."""
-    return str(node.target) == "shardc.annotate.default"
+    return node.target is ANNOTATE
 
 
 def is_cast(node: fx.Node) -> bool:
@@ -33,7 +35,12 @@ def is_cast(node: fx.Node) -> bool:
 
 def is_view(node: fx.Node) -> bool:
     """Whether the result of a node may share its operand's memory."""
-    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
+    return isinstance(node.target, torch._ops.OpOverload) and _returns_view(node.target)
+
+
+@functools.cache
+def _returns_view(op: torch._ops.OpOverload) -> bool:
+    returns = op._schema.returns
     return bool(returns) and all(entry.alias_info is not None for entry in returns)
 
 

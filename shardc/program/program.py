@@ -26,7 +26,6 @@ from shardc.program.provenance import Cause, CutChoice, FormChoice, Origin, Side
 
 Shardings = Sharding | tuple[Sharding | None, ...] | None
 Value = tuple[fx.Node, int]  # a node and the index of one of its results
-Reads = tuple[Any, Any, tuple[Value | None, ...]]  # args and kwargs of a call, and the values in them
 Check = Callable[["Program", fx.Node], None]  # raises an AssertionError
 
 
@@ -96,6 +95,7 @@ class Pin:
 
 
 BOUND = ("rule", "is_fallback", "checked")  # facts of a call that follow from its types and the table of rules
+NO_SOURCE = Source()
 NEVER_CHECKED: tuple[tuple[Check, ...], list[Any]] = ((), [])
 
 
@@ -106,8 +106,8 @@ class Program:
     ``pins``: fixed shardings of inputs and nodes. A ``localized`` program has local shapes in every type; its shardings
     are those of the global values. ``computed``: for parameters that are stored in another sharding, the one in which
     they are computed on. ``num_stages``: of the pipeline; ``mesh`` is then that of one stage, with an axis of
-    microbatches. ``cache``: facts computed from it (``stages.cached_on_program``), ``rules``, those bound to its calls,
-    and ``reads``, arguments and operands of calls; a copy starts with none.
+    microbatches. ``cache``: facts computed from it (``stages.cached_on_program``), and ``rules``, those bound to its
+    calls; a copy starts with none.
     """
 
     graph: fx.Graph
@@ -124,7 +124,6 @@ class Program:
     sides: tuple[SideChoice, ...] = ()
     cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     rules: dict[Any, Rule] = field(default_factory=dict, init=False, repr=False, compare=False)
-    reads: dict[fx.Node, Reads] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def copy(self, level: Level | None = None) -> Program:
         """A copy whose graph may be changed without touching this one."""
@@ -222,10 +221,11 @@ class Program:
 
     def local_type(self, node: fx.Node, index: int = 0) -> TensorType | None:
         """The local type of a node's result: its type in a localized program, else that of its shard."""
-        producer, picked = self.value(node)
-        index = index if producer is node else picked
-        type_, shardings = self.types(producer)[index], self.shardings(producer)
-        sharding = shardings[index] if shardings else None
+        if node.target is operator.getitem:
+            node, index = self.value(node)
+        type_, sharding = node.meta.get("type"), node.meta.get("sharding")
+        if isinstance(type_, tuple):
+            type_, sharding = type_[index], sharding and sharding[index]
         if type_ is None or sharding is None or self.level == "localized":
             return type_
         return TensorType(sharding.local_shape(type_.shape), type_.dtype)
@@ -270,12 +270,7 @@ class Program:
 
     def operand_values(self, node: fx.Node) -> tuple[Value | None, ...]:
         """The operands of a call as values, in the order of ``operands``."""
-        args, kwargs = node.args, node.kwargs  # which are other objects as soon as an operand is another
-        known = self.reads.get(node)
-        if known is None or known[0] is not args or known[1] is not kwargs:
-            found = tuple([None if operand is None else self.value(operand) for operand in operands(node)])
-            known = self.reads[node] = args, kwargs, found
-        return known[2]
+        return tuple([None if operand is None else self.value(operand) for operand in operands(node)])
 
     def sharding(self, node: fx.Node) -> Sharding:
         """The sharding of a node with one result (or of a getitem)."""
@@ -309,7 +304,7 @@ class Program:
 
     def source(self, node: fx.Node) -> Source:
         """The place in the user's model that a node comes from."""
-        found: Source = node.meta.get("source", Source())
+        found: Source = node.meta.get("source", NO_SOURCE)
         return found
 
     def set_source(self, node: fx.Node, source: Source) -> None:
@@ -455,7 +450,9 @@ class Program:
 
     def remove_dead(self) -> None:
         """Erase every call without a user."""
-        self.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+        for node in reversed(self.graph.nodes):
+            if node.op not in ("placeholder", "output") and not node.users:
+                self.graph.erase_node(node)
 
 
 End = tuple[Output, fx.Node | None, fx.Node | None]

@@ -153,9 +153,9 @@ def cached_on_program(function: Callable[[Program], Result]) -> Callable[[Progra
 
     @wraps(function)
     def cached(program: Program) -> Result:
-        if function not in program.cache:
-            program.cache[function] = function(program)
-        result: Result = program.cache[function]
+        if cached not in program.cache:
+            program.cache[cached] = function(program)
+        result: Result = program.cache[cached]
         return result
 
     return cached

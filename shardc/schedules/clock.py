@@ -11,6 +11,7 @@ from math import inf
 from shardc.language.errors import ShardingError
 
 ROUNDING = 1e-9  # relative error of sums of seconds that are added in another order
+NOTHING: Mapping[Hashable, int] = {}  # most tasks make no value
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class Task:
     seconds: float = 0
     after: tuple[Hashable, ...] = ()
     reads: tuple[Hashable, ...] = ()
-    makes: Mapping[Hashable, int] = field(default_factory=dict)
+    makes: Mapping[Hashable, int] = field(default_factory=lambda: NOTHING)
     frees: tuple[Hashable, ...] = ()
     memory: tuple[Hashable, ...] | None = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from math import ceil
 from typing import Literal
@@ -12,7 +12,7 @@ from typing import Literal
 from shardc.language.errors import ShardingError
 from shardc.language.record import json_of
 from shardc.language.text import bytes_text, seconds_text
-from shardc.schedules.clock import Task, Tasks
+from shardc.schedules.clock import Clock, Task, Tasks
 from shardc.schedules.schedule import COMPUTE, Action
 from shardc.schedules.trace import Trace, TraceArgs, TraceName, TraceSlice
 
@@ -21,19 +21,25 @@ from shardc.schedules.trace import Trace, TraceArgs, TraceName, TraceSlice
 class Timeline:
     """The start of each task in seconds from the first one.
 
-    ``reasons``: for each task that waited, the task whose end it waited for last. ``ranks``: the lanes that compute.
-    ``peak_bytes``: the most bytes alive on each of them.
+    ``clock``: which started the tasks. ``ranks``: the lanes that compute. ``peak_bytes``: the most bytes alive on each
+    of them.
     """
 
     tasks: tuple[Task, ...]
     starts: Mapping[Hashable, float]
-    reasons: Mapping[Hashable, Hashable]
+    clock: Clock = field(repr=False, compare=False)
     ranks: tuple[Hashable, ...]
     peak_bytes: tuple[int, ...]
 
     def end(self, task: Task) -> float:
         """The end of a task, in seconds from the first start."""
         return self.starts[task.name] + task.seconds
+
+    @property
+    def reasons(self) -> Mapping[Hashable, Hashable]:
+        """For each task that waited, the task whose end it waited for last."""
+        names = self.clock.tasks.names
+        return {names[number]: names[reason] for number, reason in self.clock.reasons().items()}
 
     @property
     def makespan(self) -> float:
@@ -75,12 +81,12 @@ class Timeline:
     @property
     def critical_path(self) -> tuple[Task, ...]:
         """Tasks of which each waited for the previous one, up to the last end: a longer one delays that end."""
-        by_name = {task.name: task for task in self.tasks}
+        by_name, reasons = {task.name: task for task in self.tasks}, self.reasons
         last = max(self.tasks, key=self.end, default=None)
         path = []
         while last is not None:
             path.append(last)
-            last = by_name.get(self.reasons.get(last.name))
+            last = by_name.get(reasons.get(last.name))
         return tuple(reversed(path))
 
 
@@ -97,8 +103,7 @@ def timeline(
     in_order = [tasks[number] for number in clock.order]
     peaks = [peak_live([t for t in in_order if t.touches(rank)], rank, (resident or {}).get(rank, 0)) for rank in ranks]
     starts = {names[number]: clock.starts[number] for number in clock.order}
-    reasons = {names[number]: names[reason] for number, reason in clock.reasons().items()}
-    return Timeline(tuple(tasks), starts, reasons, tuple(ranks), tuple(peaks))
+    return Timeline(tuple(tasks), starts, clock, tuple(ranks), tuple(peaks))
 
 
 def peak_live(tasks: Sequence[Task], rank: Hashable, resident: int = 0) -> int:

@@ -124,12 +124,15 @@ class BlockCalls:
         return template
 
     def _confirm(self, template: Template, path: str, call: BlockCall, forward: Callable[..., Any]) -> None:
-        """Trace a second block too: what tells blocks apart besides attributes tells it from the first.
+        """Trace the forward of a second block too: what tells blocks apart besides attributes tells it from the first.
 
         Raises a NotAlikeError, in this trace for all calls of the template, which then stands for none.
         """
         with override_attribute(self, "is_tracing", True):
-            second = Template(self.model, path, call, forward, template.alike, self.tracker, self.check, self.shapes)
+            second = Template(
+                self.model, path, call, forward, template.alike, self.tracker, self.check, self.shapes,
+                has_backward=False,
+            )  # fmt: skip
         if not is_same_forward(second.traced, template.traced) or second.leaves != template.leaves:
             template.alike.attempts = MAX_TEMPLATES
             self.templates = {

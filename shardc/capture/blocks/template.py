@@ -211,7 +211,7 @@ class Traced:
 class Template:
     """A block that stands for those like it. ``call``: the one that is traced; ``shapes``: of the region of sizes.
 
-    ``check`` raises an error for a graph that may not stand for others.
+    ``check`` raises an error for a graph that may not stand for others. ``has_backward``: whether that is traced too.
 
     State: ``results``, the layouts of the tensors that it makes and returns; ``tree`` and ``leaves`` of all that it
     returns, an Operand or a Result for a tensor; ``traced``, with the backward that it has for gradients like the
@@ -226,6 +226,7 @@ class Template:
     tracker: Tracker
     check: Callable[[fx.Graph], None]
     shapes: Any
+    has_backward: bool = True
     results: tuple[Layout, ...] = ()
     tree: Tree = field(init=False)
     leaves: tuple[Any, ...] = ()
@@ -235,7 +236,7 @@ class Template:
     def __post_init__(self) -> None:
         self.layouts = [Layout.of(operand) for operand in self.call.operands]
         self._read = set[Attribute]()
-        self.traced = self._trace(None)
+        self.traced = self._trace(None if self.has_backward else {})
         self._values = values_of(self.call.block, self._read)
 
     def stands_for(self, block: nn.Module) -> bool:
