@@ -12,8 +12,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 
-import networkx as nx
-from networkx.algorithms.flow import boykov_kolmogorov
 from torch import fx
 
 from shardc.costs.count import flops_of_call
@@ -265,6 +263,9 @@ class Chooser:
 
     def saved(self, price: float) -> set[Value]:
         """The values saved where a byte costs 2 to the power of ``price``."""
+        import networkx as nx  # few programs need it
+        from networkx.algorithms.flow import boykov_kolmogorov
+
         graph = nx.DiGraph()
         graph.add_edges_from((("have", value), "sink") for value in self.read)
         for node, values in self.results.items():

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-import networkx as nx
-from networkx.algorithms.flow import boykov_kolmogorov
 from torch import fx
 
 from shardc.language.cut import extends, factor_cuts
@@ -43,6 +42,9 @@ from .choose_cuts import (
 )
 from .choose_dims import Facts, set_facts, with_moved_axes
 from .plan_reshard import move_bytes
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 DATA, PARAMETERS = "data", "parameters"  # the ends of the minimum cut
 
@@ -187,11 +189,15 @@ class _Division:
     program: Program
     data: _Side
     parameters: _Side
-    graph: nx.DiGraph = field(default_factory=nx.DiGraph)
+    graph: nx.DiGraph = field(init=False)
     free: set[fx.Node] = field(default_factory=set)
 
     def cheapest(self) -> set[fx.Node]:
         """The ops on the parameters' side."""
+        import networkx as nx  # few programs need it
+        from networkx.algorithms.flow import boykov_kolmogorov
+
+        self.graph = nx.DiGraph()
         inputs = zip(self.program.inputs, self.program.placeholders, strict=True)
         pinned = {(pin.kind, pin.name) for pin in self.program.pins}
         self.free = {node for entry, node in inputs if (entry.kind, entry.name) not in pinned}

@@ -44,7 +44,8 @@ def copied_attributes(model: nn.Module) -> list[tuple[Any, Any]]:
     """The attributes of all modules, and the dicts and lists among them, each with a copy of it."""
     attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
     values = [value for own, _ in attributes for value in own.values()]
-    return [*attributes, *((value, value.copy()) for value in values if isinstance(value, (dict, list)))]
+    contents = [(value, value.copy() if value else ()) for value in values if isinstance(value, (dict, list))]
+    return [*attributes, *contents]  # most are empty
 
 
 def are_unchanged(copied: list[tuple[Any, Any]]) -> bool:

@@ -12,8 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise, product
-
-import networkx as nx
+from typing import TYPE_CHECKING
 
 from shardc.language.errors import ShardingError, raise_all
 from shardc.schedules.schedule import (
@@ -31,12 +30,17 @@ from shardc.schedules.schedule import (
 )
 from shardc.schedules.simulate import peak_bytes
 
+if TYPE_CHECKING:
+    import networkx as nx
+
 
 def check(schedule: Schedule) -> None:
     """Raise a ShardingError that names the ranks and actions that are wrong, or the circle in which ranks wait.
 
     A compute-only schedule is checked as if its messages were inserted.
     """
+    import networkx as nx  # programs without a pipeline never need it
+
     crossing, impossible = set(schedule.crossing()), []
     remedy = "take it out, or say the place, the edges and num_microbatches that it belongs to"
     for rank, action in schedule.walk():
@@ -144,6 +148,8 @@ class Rendezvous:
 
 def _graph(schedule: Schedule, contracted: dict[Action, Rendezvous]) -> nx.DiGraph[Hashable]:
     """Edges along the order of each rank and from each result to its reader; ``contracted`` actions become one node."""
+    import networkx as nx
+
     graph: nx.DiGraph[Hashable] = nx.DiGraph()
     for row in schedule.actions:
         nodes = [contracted.get(action, action) for action in row]
