@@ -147,20 +147,24 @@ class Search:
             return self.found[plan]
         if not (is_possible(plan.axes) and self.task.allows(plan.axes)):
             return None
-        machines = (self.task.machine,)
-        if than is not None:
-            few, other = (self.pricer.of_few(each, machines) for each in (plan, than))
-            if few is None or (other and self._is_worse(few[0], other[0], than, clearly)):
-                return None
-        prices = self.pricer.of_all(plan, machines)
+        if than is not None and self._is_worse(plan, than, clearly, self._is_ample(self.found[than])):
+            return None
+        prices = self.pricer.of_all(plan, (self.task.machine,))
         if prices is None:
             return None
         self.found[plan] = Found(plan, prices[0])
         return self.found[plan]
 
-    def _is_worse(self, few: Price, other: Price, than: Plan, clearly: float) -> bool:
-        has_memory = self.task.objective == "time" and self.found[than].price.peak < AMPLE * self.task.memory
-        return few.seconds > clearly * other.seconds and (has_memory or few.peak >= other.peak)
+    def _is_ample(self, found: Found) -> bool:
+        """Whether there is much more memory than a plan needs."""
+        return self.task.objective == "time" and found.price.peak < AMPLE * self.task.memory
+
+    def _is_worse(self, plan: Plan, than: Plan, clearly: float, is_ample: bool) -> bool:
+        """Whether one block tells that a plan is clearly worse than another, or cannot be compiled."""
+        few, other = (self.pricer.of_few(each, (self.task.machine,)) for each in (plan, than))
+        if few is None or other is None:
+            return few is None
+        return few[0].seconds > clearly * other[0].seconds and (is_ample or few[0].peak >= other[0].peak)
 
     # Meshes.
 
@@ -175,8 +179,8 @@ class Search:
             pairs: list[tuple[Cuts, ...]] = list(product(data, (*model, *data[:NUM_POOL])))
             pairs = self._best_pairs(list(self._allowed(pairs, 2)) or pairs, blank)
             self._on_shapes(pairs, 2, blank)
-            self._on_shapes([pair[::-1] for pair in pairs[: self.breadth // 2]], 2, blank)
-            if self.task.machine.between is not None:
+            if self.task.machine.between is not None:  # it matters which axis crosses nodes
+                self._on_shapes([pair[::-1] for pair in pairs[: self.breadth // 2]], 2, blank)
                 self._on_shapes([(each, each) for each in data[:2]], 2, blank)
             triples = self._allowed(_triples(pairs, model), 3)
             most = self.breadth // 2 if self.found else 2 * self.breadth  # three axes may be all that is allowed
@@ -316,9 +320,13 @@ class Search:
     def _with_cuts(self, plan: Plan, i: int, cuts: Cuts) -> Iterator[Plan]:
         """The plan with other cuts of an axis; where some are dropped, also with parameters stored in pieces anyway."""
         changed = self._with_axis(plan, i, replace(plan.axes[i], cuts=cuts))
+        if not is_possible(changed.axes):
+            return
         yield changed
         if plan.zero is None and plan.axes[i].cuts - cuts and 3 in self.task.stages:
-            yield replace(changed, zero=Zero(changed.axes[i].name, 3))
+            stored = replace(changed, zero=Zero(changed.axes[i].name, 3))
+            if not self._is_worse(stored, changed, 1.0, self._is_ample(self.found[plan])):
+                yield stored
 
     def _with_axis(self, plan: Plan, i: int, axis: Axis) -> Plan:
         """The plan with another axis in place of its ``i``-th; axes are named by what they cut now."""
