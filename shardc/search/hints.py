@@ -23,9 +23,9 @@ from shardc.program.coding.content import Contents
 from shardc.program.program import Program, inputs_of
 from shardc.program.stages import sender
 from shardc.program.traffic import collectives_of
-from shardc.search.compiling import REFUSALS
+from shardc.search.pricing.compiling import REFUSALS
+from shardc.search.pricing.whole import Cost, WholePlans, cost_of
 from shardc.search.space.plan import Plan
-from shardc.search.whole import Cost, WholePlans, cost_of
 from shardc.wire import ACTIVATIONS
 
 GAIN = 0.1  # the part of a step that a hint saves at least

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from shardc.options import Pipeline
-from shardc.search.price import Price
+from shardc.search.pricing.price import Price
 from shardc.search.space.plan import Plan
 from shardc.search.task import Task
 

@@ -11,14 +11,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from shardc.search.price import Price, Pricer
+from shardc.search.found import WORTH
+from shardc.search.pricing.price import Price, Pricer
 from shardc.search.space.decision import Decision
 from shardc.search.space.meshes import cuts_well
 from shardc.search.space.plan import Axis, Cuts, Plan
 from shardc.search.task import Task
 
 NUM_KEPT = 2  # sets that are best by one figure
-WORTH = 1e-4  # a change makes a figure better by this part at least
+NUM_POOL = 3  # sets of the pool that are tried beside others with samples, and in refinement
 MOST = 10  # groups that are added and dropped one by one
 MANY = 20  # decisions, more than which are compared in groups
 LARGEST = 8  # ranks of the axis on which sets are compared
@@ -113,6 +114,16 @@ class Pool:
 def toggled(cuts: Cuts, group: Cuts) -> Cuts:
     """The set without a group that is in it, or with one that is not."""
     return cuts - group if group <= cuts else cuts | group
+
+
+def one_by_one(cuts: Cuts) -> list[Cuts]:
+    """A set for each decision of one, in the order of their names."""
+    return [frozenset({each}) for each in in_order(cuts)]
+
+
+def in_order(cuts: Cuts) -> list[Decision]:
+    """The decisions of a set in the order of their names."""
+    return sorted(cuts, key=str)
 
 
 def _groups(decisions: Sequence[Decision]) -> list[Cuts]:

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from shardc.language.text import bytes_text, seconds_text
-from shardc.search.search import Found
+from shardc.search.found import Found
+from shardc.search.pricing.whole import Copying
 from shardc.search.space.plan import Plan
 from shardc.search.suggestion import python_text
 from shardc.search.task import Task
-from shardc.search.whole import Copying
 
 Alternative = tuple[str, str, Callable[[Plan], bool]]  # the choice and the other one, in words; whether a plan has that
 

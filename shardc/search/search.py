@@ -5,9 +5,9 @@ It goes from small questions to large ones. Every plan is priced by the compiler
 1. Cuts of one axis (``pool.py``): sets of decisions that are worth an axis, over fast links and over slow ones.
 2. Meshes: all shapes of one, two and three axes, each axis with a set of the pool.
 3. Options: ZeRO for the fastest of these plans, and recomputation where memory asks for it.
-4. Refinement: one thing of the best plans is changed at a time, until nothing gets better.
+4. Refinement (``refine.py``): one thing of the best plans is changed at a time, until nothing gets better.
 
-State: ``found``, the whole plans so far. All of it is deterministic. Of plans whose figures are equal up to rounding,
+All of it is deterministic. Of plans whose figures are equal up to rounding,
 the one with fewer options and annotations is better.
 """
 
@@ -15,64 +15,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import chain, cycle, islice, product
-from math import floor, log
+from itertools import chain, islice, product
 
 from shardc.language.partition import P
 from shardc.options import Zero
-from shardc.search.pool import WORTH, Pool, toggled
-from shardc.search.price import Price, Pricer
+from shardc.search.found import Found, frontier
+from shardc.search.pool import NUM_POOL, Pool, one_by_one
+from shardc.search.pricing.price import Pricer
 from shardc.search.space.decision import Decision
 from shardc.search.space.meshes import is_possible, named_axes, shapes
 from shardc.search.space.plan import Axis, Cuts, Plan
 from shardc.search.task import Task
 
-EQUAL = 1e-6
 BREADTH = 8
 BREADTH_OF_STAGES = 2  # for the devices of a pipeline's stage
-NUM_REFINED = 2
 NUM_SIMPLE, NEAR = 3, 1.02  # short plans that are compiled whole where they take no longer than this times the best
-NUM_POOL = 3  # sets of the pool that are tried beside others with samples, and in refinement
-CLEARLY = 1.05  # one block hides less of what is sent than several do
 AMPLE = 0.5  # a plan with a peak of less than this part of the memory need not save any
 GAIN = 0.8  # options make a plan no faster than this part of its time
 
 Progress = Callable[[str], None]
-Move = Callable[[Plan], Iterator[Plan]]  # changes of one thing of a plan
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A plan and its price for the whole model."""
-
-    plan: Plan
-    price: Price
-
-    def rank(self, task: Task) -> tuple[object, ...]:
-        """A smaller rank is better: what fits in memory, then the least time or memory, then the shortest plan."""
-        excess = task.excess(self.price.peak)
-        figure = task.figure(self.price.seconds, self.price.peak)
-        annotations = self.plan.annotations
-        size = len(self.plan.options) + len(annotations)
-        text = f"{annotations}"
-        return excess, floor(log(figure) / EQUAL), size, len(self.plan.axes), len(text), f"{self.plan.mesh}", text
-
-    def is_better(self, other: Found, task: Task) -> bool:
-        """Whether it is worth a change: it fits and the other does not, or its figure is clearly less."""
-        excess, excess_of_other = (task.excess(each.price.peak) for each in (self, other))
-        if excess != excess_of_other:
-            return excess < excess_of_other
-        figure, before = (task.figure(each.price.seconds, each.price.peak) for each in (self, other))
-        return figure < (1 - WORTH) * before
 
 
 @dataclass(eq=False)
 class Search:
     """The search of one model, whose ``found`` plans grow while it runs.
 
-    ``data`` and ``model``: the pool, sets of cuts with the samples and without them. ``breadth``: how many plans, or
-    pairs of sets, go on to the next question; three times as many plans where none fits.
+    ``data`` and ``model``: the pool, sets of cuts with the samples and without them. ``changes``: the groups, and
+    decisions, that are worth a change of a plan. ``breadth``: how many plans, or pairs of sets, go on to the next
+    question; three times as many plans where none fits.
     """
 
     pricer: Pricer
@@ -81,10 +51,11 @@ class Search:
     breadth: int = BREADTH
     data: Sequence[Cuts] = ()
     model: Sequence[Cuts] = ()
+    changes: Sequence[Cuts] = ()
     found: dict[Plan, Found] = field(default_factory=dict)
 
     def run(self, decisions: Iterable[Decision]) -> None:
-        """Search; ``best`` has the best plans so far at any time."""
+        """Search but for the refinement; ``best`` has the best plans so far at any time."""
         pool = Pool(self.pricer, self.task)
         groups = pool.distinct(decisions)
         samples = frozenset(each for each in chain(*groups) if each.kind == "samples")
@@ -92,18 +63,12 @@ class Search:
         self.data, self.model = pool.sets(samples, others), pool.sets(frozenset(), others)
         self.progress(f"{len(groups)} decisions, {len(self.data) + len(self.model)} sets of them for an axis")
         foremost = [*pool.foremost(samples, others), *pool.foremost(frozenset(), others)]
-        one_by_one = [frozenset({each}) for group in (samples, *foremost) for each in _in_order(group)]
-        changed = list(dict.fromkeys((*foremost, *one_by_one)))
+        alone = chain.from_iterable(one_by_one(group) for group in (samples, *foremost))
+        self.changes = list(dict.fromkeys((*foremost, *alone)))
         self._meshes()
-        self.progress(f"{len(self.found)} plans on meshes{self._best_text()}")
+        self.tell("on meshes")
         self._options()
-        self.progress(f"{len(self.found)} plans with options{self._best_text()}")
-        of_mesh: dict[str, Found] = {}  # other options of a plan are among its neighbours
-        for each in self.best(len(self.found)):
-            of_mesh.setdefault(str(each.plan.mesh), each)
-        for each in islice(of_mesh.values(), NUM_REFINED):
-            self._refine(each, changed)
-        self.progress(f"{len(self.found)} plans refined{self._best_text()}")
+        self.tell("with options")
 
     def for_stages(self, num_stages: int) -> list[Found]:
         """The plans for the devices of one stage of a pipeline: those that no other is better than."""
@@ -134,8 +99,10 @@ class Search:
         simple = sorted(near, key=lambda each: (len(each.plan.annotations), each.rank(self.task)))[:NUM_SIMPLE]
         return list({each.plan: each for each in (*best, *simple)}.values())
 
-    def _best_text(self) -> str:
-        return "".join(f", the best {each.plan.mesh}, {1e3 * each.price.seconds:.1f} ms" for each in self.best())
+    def tell(self, which: str) -> None:
+        """Say how many plans were found, and the best one."""
+        best = "".join(f", the best {each.plan.mesh}, {1e3 * each.price.seconds:.1f} ms" for each in self.best())
+        self.progress(f"{len(self.found)} plans {which}{best}")
 
     def price(self, plan: Plan, than: Plan | None = None, clearly: float = 1 / GAIN) -> Found | None:
         """The plan with its price, kept among those found; None where it is not allowed or cannot be compiled.
@@ -147,7 +114,7 @@ class Search:
             return self.found[plan]
         if not (is_possible(plan.axes) and self.task.allows(plan.axes)):
             return None
-        if than is not None and self._is_worse(plan, than, clearly, self._is_ample(self.found[than])):
+        if than is not None and self.is_worse(plan, than, clearly, self.has_plenty(than)):
             return None
         prices = self.pricer.of_all(plan, (self.task.machine,))
         if prices is None:
@@ -155,16 +122,19 @@ class Search:
         self.found[plan] = Found(plan, prices[0])
         return self.found[plan]
 
-    def _is_ample(self, found: Found) -> bool:
-        """Whether there is much more memory than a plan needs."""
-        return self.task.objective == "time" and found.price.peak < AMPLE * self.task.memory
+    def has_plenty(self, plan: Plan) -> bool:
+        """Whether there is much more memory than a plan needs that was found."""
+        return self.task.objective == "time" and self.found[plan].price.peak < AMPLE * self.task.memory
 
-    def _is_worse(self, plan: Plan, than: Plan, clearly: float, is_ample: bool) -> bool:
-        """Whether one block tells that a plan is clearly worse than another, or cannot be compiled."""
+    def is_worse(self, plan: Plan, than: Plan, clearly: float, has_plenty: bool) -> bool:
+        """Whether one block tells that a plan is worse than another, in time by a factor, or cannot be compiled.
+
+        In memory too, unless there is plenty of it.
+        """
         few, other = (self.pricer.of_few(each, (self.task.machine,)) for each in (plan, than))
         if few is None or other is None:
             return few is None
-        return few[0].seconds > clearly * other[0].seconds and (is_ample or few[0].peak >= other[0].peak)
+        return few[0].seconds > clearly * other[0].seconds and (has_plenty or few[0].peak >= other[0].peak)
 
     # Meshes.
 
@@ -189,7 +159,7 @@ class Search:
     def _allowed(self, sets: Iterable[tuple[Cuts, ...]], num_axes: int) -> Iterator[tuple[Cuts, ...]]:
         """The sets for so many axes that are allowed on some shape."""
         for each in sets:
-            if any(self.task.allows(self._axes(shape, each)) for shape in self._shapes(num_axes)):
+            if any(self.task.allows(self.axes(shape, each)) for shape in self._shapes(num_axes)):
                 yield each
 
     def _best_pairs(self, pairs: Sequence[tuple[Cuts, ...]], blank: Plan) -> list[tuple[Cuts, ...]]:
@@ -197,7 +167,7 @@ class Search:
         shape = next(iter(self._shapes(2)), None)
         if shape is None:
             return []
-        plans = {each: replace(blank, axes=self._axes(shape, each)) for each in pairs}
+        plans = {each: replace(blank, axes=self.axes(shape, each)) for each in pairs}
         possible = {each: plan for each, plan in plans.items() if is_possible(plan.axes)}
         priced = {each: self.pricer.of_few(plan, (self.task.machine,)) for each, plan in possible.items()}
         costs = {each: (prices[0].seconds, prices[0].peak) for each, prices in priced.items() if prices}
@@ -214,9 +184,10 @@ class Search:
     def _on_shapes(self, cuts: Iterable[tuple[Cuts, ...]], num_axes: int, blank: Plan) -> None:
         fastest = min(self.found.values(), key=lambda each: each.price.seconds, default=None)
         for shape, each in product(self._shapes(num_axes), cuts):
-            self.price(replace(blank, axes=self._axes(shape, each)), fastest.plan if fastest else None)
+            self.price(replace(blank, axes=self.axes(shape, each)), fastest.plan if fastest else None)
 
-    def _axes(self, shape: Sequence[int], cuts: Sequence[Cuts]) -> tuple[Axis, ...]:
+    def axes(self, shape: Sequence[int], cuts: Sequence[Cuts]) -> tuple[Axis, ...]:
+        """Axes of these sizes and cuts, with the names that they have in this task."""
         return named_axes(shape, cuts, self.task.given_axes, self.task.sample_axes)
 
     # Options.
@@ -243,9 +214,9 @@ class Search:
 
     def _with_zero(self, plan: Plan, axes: Iterable[str]) -> list[Found]:
         stages = [stage for stage in self.task.stages if stage > 1] or self.task.stages  # 1 takes the time of 2
-        return self._priced(replace(plan, zero=zero) for zero in self._zeros(plan, axes, stages))
+        return self._priced(replace(plan, zero=zero) for zero in self.zeros(plan, axes, stages))
 
-    def _zeros(self, plan: Plan, axes: Iterable[str], stages: Iterable[int]) -> Iterator[Zero]:
+    def zeros(self, plan: Plan, axes: Iterable[str], stages: Iterable[int]) -> Iterator[Zero]:
         """ZeRO over one of the axes, and over all of them in two steps where some are within nodes."""
         names, chosen = tuple(axes), [stage for stage in stages if stage]
         yield from (Zero(name, stage) for name in names for stage in chosen)  # type: ignore[arg-type]
@@ -274,78 +245,11 @@ class Search:
     def _priced(self, plans: Iterable[Plan]) -> list[Found]:
         return [found for plan in plans if (found := self.price(plan)) is not None]
 
-    # Refinement.
-
-    def _refine(self, start: Found, groups: Sequence[Cuts]) -> None:
-        """Change one thing of a plan at a time, until no change of the best one so far makes it better."""
-        best, num_in_vain = start, 0
-        moves = self._moves(len(start.plan.axes), groups)
-        for move in cycle(moves):
-            before = best
-            for plan in move(before.plan):
-                found = self.price(plan, before.plan, CLEARLY)
-                if found is not None and found.is_better(best, self.task):
-                    best = found
-            num_in_vain = num_in_vain + 1 if best is before else 0
-            if num_in_vain == len(moves):
-                return
-
-    def _moves(self, num_axes: int, groups: Sequence[Cuts]) -> list[Move]:
-        """A group of decisions more or less on an axis, other cuts of an axis, other options."""
-        inputs = frozenset(each for each in chain(*groups) if each.kind in ("samples", "inputs"))
-        more_or_less = [partial(self._with_group, i, each) for i in range(num_axes) for each in groups]
-        others = [partial(self._with_other_cuts, i, inputs) for i in range(num_axes)]
-        return [*more_or_less, *others, self._with_other_zero]
-
-    def _with_group(self, i: int, group: Cuts, plan: Plan) -> Iterator[Plan]:
-        return self._with_cuts(plan, i, toggled(plan.axes[i].cuts, group))
-
-    def _with_other_cuts(self, i: int, inputs: Cuts, plan: Plan) -> Iterator[Plan]:
-        """Another dim of inputs, a set of the pool, rows in place of columns, positions in another order."""
-        axis = plan.axes[i]
-        swaps = product(_in_order(inputs & axis.cuts), _in_order(inputs - axis.cuts))
-        swapped = [axis.cuts - {mine} | {other} for mine, other in swaps]
-        pool = self.data if axis.cuts_samples else self.model
-        for cuts in dict.fromkeys((*swapped, *pool[:NUM_POOL])):
-            yield from self._with_cuts(plan, i, cuts)
-        if sum(each.kind == "parameters" for each in axis.cuts) > 1:
-            yield self._with_axis(plan, i, replace(axis, is_by_rows=not axis.is_by_rows))
-        if axis.cuts_positions:
-            yield self._with_axis(plan, i, replace(axis, in_zigzag=not axis.in_zigzag))
-
-    def _with_other_zero(self, plan: Plan) -> Iterator[Plan]:
-        zeros = self._zeros(plan, [axis.name for axis in plan.axes], self.task.stages)
-        yield from (replace(plan, zero=zero) for zero in (None, *zeros))
-
-    def _with_cuts(self, plan: Plan, i: int, cuts: Cuts) -> Iterator[Plan]:
-        """The plan with other cuts of an axis; where some are dropped, also with parameters stored in pieces anyway."""
-        changed = self._with_axis(plan, i, replace(plan.axes[i], cuts=cuts))
-        if not is_possible(changed.axes):
-            return
-        yield changed
-        if plan.zero is None and plan.axes[i].cuts - cuts and 3 in self.task.stages:
-            stored = replace(changed, zero=Zero(changed.axes[i].name, 3))
-            if not self._is_worse(stored, changed, 1.0, self._is_ample(self.found[plan])):
-                yield stored
-
-    def _with_axis(self, plan: Plan, i: int, axis: Axis) -> Plan:
-        """The plan with another axis in place of its ``i``-th; axes are named by what they cut now."""
-        axes = (*plan.axes[:i], axis, *plan.axes[i + 1 :])
-        named = self._axes([each.size for each in axes], [each.cuts for each in axes])
-        zero = plan.zero and plan.zero.renamed({old.name: new.name for old, new in zip(plan.axes, named, strict=True)})
-        pairs = zip(axes, named, strict=True)
-        axes = tuple(replace(each, name=new.name, has_samples=new.has_samples) for each, new in pairs)
-        return replace(plan, axes=axes, zero=zero, written=None)
-
 
 def _triples(pairs: Iterable[tuple[Cuts, ...]], model: Iterable[Cuts]) -> Iterator[tuple[Cuts, ...]]:
     """Pairs of sets with a third one between them: of the model, or of samples again, as where nodes share no model."""
     for first, second in pairs:
         yield from ((first, other, second) for other in (*model, first) if other != second)
-
-
-def _in_order(cuts: Cuts) -> list[Decision]:
-    return sorted(cuts, key=str)
 
 
 def _samples_alone_then_time(found: Found) -> tuple[bool, float]:
@@ -360,12 +264,3 @@ def _axes_of_data(plan: Plan) -> tuple[list[str], list[str]]:
     """The names of the axes that cut samples, and of the others."""
     of_data, of_model = ([axis.name for axis in plan.axes if axis.cuts_samples is each] for each in (True, False))
     return of_data, of_model
-
-
-def frontier(found: Iterable[Found]) -> list[Found]:
-    """The plans that take less memory than every faster one."""
-    kept: list[Found] = []
-    for each in sorted(found, key=lambda each: (each.price.seconds, each.price.peak)):
-        if not kept or each.price.peak < kept[-1].price.peak:
-            kept.append(each)
-    return kept

@@ -16,20 +16,22 @@ from shardc.language.mesh import Mesh
 from shardc.language.partition import P
 from shardc.options import Remat, check_call, check_model
 from shardc.report.suggest.records import Candidate
-from shardc.search.compiling import REFUSALS
+from shardc.search.found import Found
 from shardc.search.hints import hints
 from shardc.search.pipelines import num_stages_of, with_stages
-from shardc.search.price import Pricer
+from shardc.search.pricing.compiling import REFUSALS
+from shardc.search.pricing.price import Pricer
+from shardc.search.pricing.whole import WholeCompiler, WholePlans
 from shardc.search.question import AXES, check_counts, question, sample_axes, with_batch
 from shardc.search.reasons import reasons
-from shardc.search.search import Found, Progress, Search
+from shardc.search.refine import refine
+from shardc.search.search import Progress, Search
 from shardc.search.space.decision import decisions_of, tensors_of
 from shardc.search.space.plan import OPTIONS, Axis, Plan
 from shardc.search.space.shorten import Annotations, shortened
 from shardc.search.suggestion import Suggestion, Suggestions, plan_text
 from shardc.search.task import Objective, Task
 from shardc.search.variants import compile_variants
-from shardc.search.whole import WholeCompiler, WholePlans
 from shardc.wire import Wire, check_wire, wire_on
 
 NUM_WHOLE = 3  # plans that are compiled whole, with a pipeline and without, at least
@@ -130,6 +132,7 @@ class _Suggesting:
         staged: list[Plan] = []
         try:
             search.run(decisions_of(self.pricer.few, tensors))
+            refine(search)
             staged = self._with_stages(search)
         except KeyboardInterrupt:
             self.progress("interrupted: the best plans so far are compiled")

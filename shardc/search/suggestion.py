@@ -15,8 +15,8 @@ from shardc.language.text import bytes_text, seconds_text
 from shardc.options import Pipeline, Precision, Remat, Saved, Zero
 from shardc.options.saved import saved_as
 from shardc.report.suggest.records import Candidate, PipelineEntry, Suggested, SuggestionEntry, TimeParts, ZeroEntry
+from shardc.search.pricing.whole import Cost
 from shardc.search.space.plan import OPTIONS
-from shardc.search.whole import Cost
 from shardc.wire import Wire
 
 KEYS = ("mesh", "annotations", *OPTIONS, "links", "optimizer", "wire")

@@ -9,9 +9,9 @@ from math import inf
 
 from shardc.options import AUTO, Remat, Zero
 from shardc.options.zero import HOST, OPTIMIZER, PARAMETERS
-from shardc.search.price import Pricer
+from shardc.search.pricing.price import Pricer
+from shardc.search.pricing.whole import WholePlans
 from shardc.search.space.plan import Plan
-from shardc.search.whole import WholePlans
 
 NUM_RECOMPUTED = 4  # best plans, of which each that computes blocks again is tried with less of that
 NUM_BUDGETS = 4  # of what is saved, until a plan fits

@@ -16,7 +16,7 @@ from torch import nn
 import shardc
 from shardc import Zero
 from shardc.language.machine import Device, Link, Machine
-from shardc.search.price import Price, Pricer
+from shardc.search.pricing.price import Price, Pricer
 from shardc.search.space.decision import Decision, decisions_of, tensors_of
 from shardc.search.space.meshes import is_possible, named_axes
 from shardc.search.space.plan import Plan

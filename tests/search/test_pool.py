@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from shardc.language.machine import Device, Link, Machine
 from shardc.search.pool import MANY, Pool
-from shardc.search.price import Pricer
+from shardc.search.pricing.price import Pricer
+from shardc.search.refine import refine
 from shardc.search.search import Search
 from shardc.search.space.decision import Decision, decisions_of, tensors_of
 from shardc.search.space.meshes import named_axes
@@ -55,6 +56,7 @@ def test_one_layer_of_a_group_is_cut_where_the_others_are_better_whole() -> None
     pricer, decisions = stages()
     search = Search(pricer, TASK)
     search.run(decisions)
+    refine(search)
     best = search.best()[0]
     one_by_one = [Plan(named_axes((2,), (frozenset({each}),))) for each in decisions]
     prices = [pricer.of_all(plan, (TASK.machine,)) for plan in one_by_one]

@@ -15,7 +15,7 @@ from shardc.language.partition import P
 from shardc.passes.order import PROPAGATED
 from shardc.program.node import arguments, is_annotation
 from shardc.program.program import Program
-from shardc.search.compiling import PlanCompiler
+from shardc.search.pricing.compiling import PlanCompiler
 from shardc.search.space.names import parameter_globs
 
 AXIS = "axis"  # of the mesh of two ranks on which cuts are tried

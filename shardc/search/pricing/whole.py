@@ -19,9 +19,10 @@ from shardc.program.communication import is_collective
 from shardc.program.program import Program
 from shardc.program.stages import has_stages
 from shardc.program.traffic import collectives_of
-from shardc.search.compiling import REFUSALS
-from shardc.search.price import Price
-from shardc.search.search import Found, Progress
+from shardc.search.found import Found
+from shardc.search.pricing.compiling import REFUSALS
+from shardc.search.pricing.price import Price
+from shardc.search.search import Progress
 from shardc.search.space.plan import Plan
 from shardc.search.task import Task
 

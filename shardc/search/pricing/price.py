@@ -17,7 +17,7 @@ from shardc.passes.lower.overlap_collectives import overlap_collectives
 from shardc.program.program import Program
 from shardc.program.traffic import collectives_of
 from shardc.report.explain.blocks import lists_side_by_side, modules_of, repeated_blocks, with_blocks
-from shardc.search.compiling import REFUSALS, PlanCompiler
+from shardc.search.pricing.compiling import REFUSALS, PlanCompiler
 from shardc.search.space.plan import Plan
 from shardc.wire import Wire
 

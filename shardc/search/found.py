@@ -1,0 +1,48 @@
+"""Plans with their prices, and which of them are better."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import floor, log
+
+from shardc.search.pricing.price import Price
+from shardc.search.space.plan import Plan
+from shardc.search.task import Task
+
+EQUAL = 1e-6  # figures that differ by less are equal
+WORTH = 1e-4  # a change makes a figure better by this part at least
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A plan and its price for the whole model."""
+
+    plan: Plan
+    price: Price
+
+    def rank(self, task: Task) -> tuple[object, ...]:
+        """A smaller rank is better: what fits in memory, then the least time or memory, then the shortest plan."""
+        excess = task.excess(self.price.peak)
+        figure = task.figure(self.price.seconds, self.price.peak)
+        annotations = self.plan.annotations
+        size = len(self.plan.options) + len(annotations)
+        text = f"{annotations}"
+        return excess, floor(log(figure) / EQUAL), size, len(self.plan.axes), len(text), f"{self.plan.mesh}", text
+
+    def is_better(self, other: Found, task: Task) -> bool:
+        """Whether it is worth a change: it fits and the other does not, or its figure is clearly less."""
+        excess, excess_of_other = (task.excess(each.price.peak) for each in (self, other))
+        if excess != excess_of_other:
+            return excess < excess_of_other
+        figure, before = (task.figure(each.price.seconds, each.price.peak) for each in (self, other))
+        return figure < (1 - WORTH) * before
+
+
+def frontier(found: Iterable[Found]) -> list[Found]:
+    """The plans that take less memory than every faster one."""
+    kept: list[Found] = []
+    for each in sorted(found, key=lambda each: (each.price.seconds, each.price.peak)):
+        if not kept or each.price.peak < kept[-1].price.peak:
+            kept.append(each)
+    return kept

@@ -1,0 +1,1 @@
+"""What plans cost: by a few blocks of the model, and of the whole model."""

@@ -1,0 +1,97 @@
+"""Refinement: one thing of a good plan is changed at a time, until no change makes it better."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, cycle, islice, product
+
+from shardc.options import Zero
+from shardc.search.found import Found
+from shardc.search.pool import NUM_POOL, in_order, toggled
+from shardc.search.search import Search
+from shardc.search.space.meshes import is_possible
+from shardc.search.space.plan import Axis, Cuts, Plan
+
+NUM_REFINED = 2  # meshes
+CLEARLY = 1.05  # one block hides less of what is sent than several do
+
+Move = Callable[[Plan], Iterator[Plan]]  # changes of one thing of a plan
+
+
+def refine(search: Search) -> None:
+    """Refine the best plans of the best meshes that a search has found."""
+    of_mesh: dict[str, Found] = {}  # other options of a plan are among its changes
+    for each in search.best(len(search.found)):
+        of_mesh.setdefault(str(each.plan.mesh), each)
+    for each in islice(of_mesh.values(), NUM_REFINED):
+        _Refinement(search).run(each)
+    search.tell("refined")
+
+
+@dataclass(frozen=True, eq=False)
+class _Refinement:
+    """Changes of the plans of a search."""
+
+    search: Search
+
+    def run(self, start: Found) -> None:
+        """Change one thing of a plan, go on from the better one, and end once no change of it makes it better."""
+        best, num_in_vain = start, 0
+        moves = self._moves(len(start.plan.axes))
+        for move in cycle(moves):
+            before = best
+            for plan in move(before.plan):
+                found = self.search.price(plan, before.plan, CLEARLY)
+                if found is not None and found.is_better(best, self.search.task):
+                    best = found
+            num_in_vain = num_in_vain + 1 if best is before else 0
+            if num_in_vain == len(moves):
+                return
+
+    def _moves(self, num_axes: int) -> list[Move]:
+        """A group more or less on an axis, other cuts of an axis, another ``Zero``."""
+        more_or_less = [partial(self._with_group, i, each) for i in range(num_axes) for each in self.search.changes]
+        return [*more_or_less, *(partial(self._with_other_cuts, i) for i in range(num_axes)), self._with_other_zero]
+
+    def _with_group(self, i: int, group: Cuts, plan: Plan) -> Iterator[Plan]:
+        return self._with_cuts(plan, i, toggled(plan.axes[i].cuts, group))
+
+    def _with_other_cuts(self, i: int, plan: Plan) -> Iterator[Plan]:
+        """Another dim of inputs, a set of the pool, rows in place of columns, positions in another order."""
+        axis = plan.axes[i]
+        inputs = frozenset(each for each in chain(*self.search.changes) if each.kind in ("samples", "inputs"))
+        swaps = product(in_order(inputs & axis.cuts), in_order(inputs - axis.cuts))
+        swapped = [axis.cuts - {mine} | {other} for mine, other in swaps]
+        pool = self.search.data if axis.cuts_samples else self.search.model
+        for cuts in dict.fromkeys((*swapped, *pool[:NUM_POOL])):
+            yield from self._with_cuts(plan, i, cuts)
+        if sum(each.kind == "parameters" for each in axis.cuts) > 1:
+            yield self._with_axis(plan, i, replace(axis, is_by_rows=not axis.is_by_rows))
+        if axis.cuts_positions:
+            yield self._with_axis(plan, i, replace(axis, in_zigzag=not axis.in_zigzag))
+
+    def _with_other_zero(self, plan: Plan) -> Iterator[Plan]:
+        zeros = self.search.zeros(plan, [axis.name for axis in plan.axes], self.search.task.stages)
+        yield from (replace(plan, zero=zero) for zero in (None, *zeros))
+
+    def _with_cuts(self, plan: Plan, i: int, cuts: Cuts) -> Iterator[Plan]:
+        """The plan with other cuts of an axis; where some are dropped, also with parameters stored in pieces anyway."""
+        changed = self._with_axis(plan, i, replace(plan.axes[i], cuts=cuts))
+        if not is_possible(changed.axes):
+            return
+        yield changed
+        if plan.zero is None and plan.axes[i].cuts - cuts and 3 in self.search.task.stages:
+            stored = replace(changed, zero=Zero(changed.axes[i].name, 3))
+            if not self.search.is_worse(stored, changed, 1.0, self.search.has_plenty(plan)):
+                yield stored
+
+    def _with_axis(self, plan: Plan, i: int, axis: Axis) -> Plan:
+        """The plan with another axis in place of its ``i``-th; axes are named by what they cut now."""
+        axes = (*plan.axes[:i], axis, *plan.axes[i + 1 :])
+        named = self.search.axes([each.size for each in axes], [each.cuts for each in axes])
+        zero = plan.zero and plan.zero.renamed({old.name: new.name for old, new in zip(plan.axes, named, strict=True)})
+        pairs = zip(axes, named, strict=True)
+        axes = tuple(replace(each, name=new.name, has_samples=new.has_samples) for each, new in pairs)
+        return replace(plan, axes=axes, zero=zero, written=None)
