@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shardc.language.errors import error_text
+from shardc.language.errors import OrderError, error_text
 
 from ..agreement.agreement import Agreement
 from ..agreement.entry import Entry, Kind
@@ -61,6 +61,7 @@ _watchers: weakref.WeakSet[StepWatcher] = weakref.WeakSet()
 _copied: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that were parallelized
 _seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _cut: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()  # the state of each that is cut
+_in_backward: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that a backward has stepped
 
 
 def note_copied(model: nn.Module) -> None:
@@ -200,10 +201,25 @@ def check_unscaling() -> None:
     torch.amp.GradScaler._unscale_grads_ = _unscale_on_all_ranks  # type: ignore[assignment,method-assign]
 
 
+def note_in_backward(optimizer: Optimizer) -> None:
+    """Backward steps an optimizer, with gradients that no ``GradScaler`` has unscaled; one that comes later is told."""
+    _in_backward.add(optimizer)
+    check_unscaling()
+
+
+def _check_not_gone(optimizer: Optimizer) -> None:
+    """OrderError if a backward has stepped the parameters of an optimizer, whose gradients are gone."""
+    gradients = [each.grad for group in optimizer.param_groups for each in group["params"]]
+    if optimizer in _in_backward and all(each is None for each in gradients):
+        what, problem = "after step_in_backward", "parameters are stepped, with gradients of the scaled loss"
+        raise OrderError("GradScaler", what, problem, "leave the block out, or the scaler: bfloat16 needs none")
+
+
 def _unscale_on_all_ranks(
     scaler: torch.amp.GradScaler, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
 ) -> dict[torch.device, Tensor]:
     """By device, 1 if a gradient is not finite on any rank; without gradients empty, unless another stage has some."""
+    _check_not_gone(optimizer)
     for watcher in _watchers:
         watcher.check_unscale(optimizer)
     parameters = [each for group in optimizer.param_groups for each in group["params"] if isinstance(each, DTensor)]

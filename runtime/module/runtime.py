@@ -41,7 +41,7 @@ from .accumulation import Accumulation, reduce_now
 from .call_sizes import CallSizes
 from .compiled_call import Compilation, CompiledCall
 from .conversion import Arrival, Conversion, DistributedConversion
-from .optimizer import note_copied
+from .optimizer import note_copied, note_in_backward
 from .request import CallRequest, Key
 from .submodule import own_forwards, stand_for_forwards
 from .value import TensorValue, Value
@@ -189,6 +189,8 @@ class ModuleRuntime:
         """Let backward step parameters from now on, or no longer. Not where a step counts for more than that."""
         if self.outer is None and self.feedback.momentum is None:
             self._accumulation.stepping = stepping
+            if stepping is not None:
+                note_in_backward(stepping.optimizer)
 
     def forget_gathered(self) -> None:
         """Forget what was gathered of parameters: their values may change now."""

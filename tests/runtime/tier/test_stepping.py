@@ -276,6 +276,34 @@ def test_a_norm_of_gradients_that_are_gone_is_refused(linear: tuple[nn.Module, T
             parallel.clip_grad_norm_(1.0)  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_a_scaler_of_gradients_that_are_gone_is_refused(linear: tuple[nn.Module, Tensor], is_inside: bool) -> None:
+    parallel, x = linear
+    optimizer, scaler = SGD(parallel.parameters()), torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    def step() -> None:
+        with pytest.raises(OrderError, match="GradScaler: after step_in_backward"):
+            scaler.step(optimizer)
+
+    with shardc.step_in_backward(parallel, optimizer):
+        scaler.scale(parallel(x).sum()).backward()
+        if is_inside:
+            step()
+    if not is_inside:
+        step()
+
+
+def test_steps_in_backward_and_those_of_a_scaler_take_turns(linear: tuple[nn.Module, Tensor]) -> None:
+    parallel, x = linear
+    optimizer, scaler = SGD(parallel.parameters()), torch.amp.GradScaler("cpu", init_scale=4.0)
+    with shardc.step_in_backward(parallel, optimizer):
+        parallel(x).sum().backward()
+    before = [each.detach().clone() for each in parallel.parameters()]
+    scaler.scale(parallel(x).sum()).backward()
+    scaler.step(optimizer)
+    assert not any(map(torch.equal, before, parallel.parameters()))
+
+
 def test_arguments_in_another_order_are_told(linear: tuple[nn.Module, Tensor]) -> None:
     parallel, _ = linear
     with pytest.raises(ShardingError, match=r"module=\.\.\.\): a SGD\n.*\n  say step_in_backward\(parallel, optimizer"):
