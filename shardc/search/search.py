@@ -149,8 +149,8 @@ class Search:
             pairs: list[tuple[Cuts, ...]] = list(product(data, (*model, *data[:NUM_POOL])))
             pairs = self._best_pairs(list(self._allowed(pairs, 2)) or pairs, blank)
             self._on_shapes(pairs, 2, blank)
-            if self.task.machine.between is not None:  # it matters which axis crosses nodes
-                self._on_shapes([pair[::-1] for pair in pairs[: self.breadth // 2]], 2, blank)
+            self._on_shapes([pair[::-1] for pair in pairs[: self.breadth // 2]], 2, blank)
+            if self.task.machine.between is not None:
                 self._on_shapes([(each, each) for each in data[:2]], 2, blank)
             triples = self._allowed(_triples(pairs, model), 3)
             most = self.breadth // 2 if self.found else 2 * self.breadth  # three axes may be all that is allowed
