@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from shardc.language.errors import OrderError, ShardingError
 
 from ..execute.deferred import Totals
+from .blocks import Blocks, steps_in_blocks
 from .tier import Tier
 
 # Their steps of a parameter read nothing of others, and need no collective where a parameter is cut.
@@ -46,7 +47,7 @@ class SteppingInBackward:
 
     def __enter__(self) -> None:
         self._groups = {id(each): group for group in self.optimizer.param_groups for each in group["params"]}
-        self._part, self._is_read_twice = _part_of(self.optimizer), False
+        self._part, self._is_read_twice, self._blocks = _part_of(self.optimizer), False, Blocks()
         self._attach(self)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
@@ -97,7 +98,8 @@ class SteppingInBackward:
         before, parameter.grad = parameter.grad, None
         parameter.grad = gradient() if before is None else before.add_(gradient())
         self._part.param_groups = [{**self._groups[id(parameter)], "params": [parameter]}]
-        type(self.optimizer).step(self._part)  # not the method that a scheduler of rates has put on the instance
+        step = self._blocks.step if steps_in_blocks(parameter) else type(self.optimizer).step
+        step(self._part)  # not the method that a scheduler of rates has put on the instance
         parameter.grad = None
 
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from shardc.options.zero import HOST, Zero
 
-from .files import empty_in, folder_of
+from .files import empty_in, folder_of, read, write
 from .host import Host
 
 
@@ -39,7 +39,7 @@ class Tier:
 
     def copied(self, x: Tensor) -> Tensor:
         """A copy in the tier."""
-        return x if x.is_meta else self.empty(x.shape, x.dtype).copy_(x)
+        return x if x.is_meta else write(self.empty(x.shape, x.dtype), x)
 
     def stored(self, x: Tensor) -> Tensor:
         """The same values in the tier."""
@@ -67,7 +67,7 @@ class Tier:
             return lambda: x
         copy = self.empty(x.shape, x.dtype)
         if x.device.type == "cpu":
-            copy.copy_(x)
+            write(copy, x)
             return lambda: copy
         self._host.copy_out(x, copy)
         mark = self._host.mark()
@@ -108,7 +108,7 @@ class Tier:
 
 @torch.no_grad()
 def _copied(copy: Tensor, x: Tensor) -> Tensor:
-    return copy.copy_(x)
+    return read(x, copy)
 
 
 def tier_of(zero: Zero | None, device: torch.device) -> Tier | None:
