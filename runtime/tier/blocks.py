@@ -21,7 +21,7 @@ from torch.optim.optimizer import Optimizer
 from ..comm.dtensor import local
 from .files import is_open, read, write
 
-BLOCK = 2**21  # bytes of a tensor that are stepped at a time
+BLOCK = 2**20  # bytes of a tensor that are stepped at a time
 PAGE = 4096  # where memory begins that is transferred past the page cache
 TRANSFERRING = ThreadPoolExecutor(1, "shardc-blocks")  # reads and writes in the order in which they are submitted
 PARAMETER, GRADIENT = "a parameter", "a gradient"  # beside the names of an optimizer's states
