@@ -55,7 +55,7 @@ class Blocks:
 
     def _step(self, optimizer: Optimizer, group: Mapping[str, Any], parameter: Any) -> None:
         """Step a parameter. States that the step makes are made for all of it with the first block."""
-        state, writing = optimizer.state[parameter], list[Future[None]]()
+        state, writing = optimizer.state.get(parameter, {}), list[Future[None]]()
         of_elements, others = _divided(state, parameter)
         written = {PARAMETER: parameter, **of_elements}
         flat = {name: local(each).view(-1) for name, each in written.items()}
@@ -69,6 +69,8 @@ class Blocks:
         for each in writing:
             each.result()
         state.update(rest)
+        if state:
+            optimizer.state[parameter] = state
         increment_version([parameter, *map(local, written.values())])
 
     def _blocks(self, flat: Tensors) -> Iterator[tuple[slice, Tensors]]:

@@ -109,8 +109,8 @@ def _descriptor_of(x: Tensor) -> int | None:
 
 def _are_alike(x: Tensor, memory: Tensor) -> bool:
     """Whether the bytes of one are those of the other."""
-    is_dense = x.is_contiguous() and memory.is_contiguous()
-    return is_dense and x.shape == memory.shape and x.dtype == memory.dtype and memory.device.type == "cpu"
+    is_plain = all(each.is_contiguous() and not each.is_conj() and not each.is_neg() for each in (x, memory))
+    return is_plain and x.shape == memory.shape and x.dtype == memory.dtype and memory.device.type == "cpu"
 
 
 def _transfer(call: Transfer, descriptor: int, memory: Tensor, x: Tensor, is_cached: bool) -> None:

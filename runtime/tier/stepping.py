@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardc.language.errors import OrderError, ShardingError
 
+from ..comm.dtensor import own_part
 from ..execute.deferred import Totals
 from .blocks import Blocks, steps_in_blocks
 from .tier import Tier
@@ -29,19 +30,20 @@ ELEMENTWISE = (
     optim.RMSprop, optim.Rprop, optim.SGD,
 )  # fmt: skip
 WORKER = ThreadPoolExecutor(1, "shardc-step")  # it starts at the first step; a kernel's own threads stay with it
-MOST_WAITING = 2  # gradients, each of which is alive until its step is done
+MOST_WAITING, MOST_BYTES = 2, 2**24  # gradients, each of which is alive until its step is done, or one that is larger
 
 
 class SteppingInBackward:
     """The steps of an optimizer in one backward, made by a thread. Entered as the block of ``step_in_backward``.
 
     State of a block: ``stepped``, a hook on each parameter whose step has begun; autograd calls it if another part of
-    the loss gives that parameter a gradient, which sets ``_is_read_twice``. ``_waiting``: the steps that are not done.
+    the loss gives that parameter a gradient, which sets ``_is_read_twice``. ``_waiting``: steps that may not be done,
+    with the bytes of their gradients.
     """
 
     def __init__(self, optimizer: Optimizer, attach: Callable[[SteppingInBackward | None], None]) -> None:
         self.optimizer, self._attach = optimizer, attach
-        self._waiting: deque[Future[None]] = deque()
+        self._waiting: deque[tuple[Future[None], int]] = deque()
         self.stepped = list[RemovableHandle]()
         self._is_read_twice = False
 
@@ -60,8 +62,8 @@ class SteppingInBackward:
             hook.remove()
         self.stepped.clear()
         if error is None:
-            for each in waiting:
-                each.result()
+            for step, _ in waiting:
+                step.result()
             if self._is_read_twice:
                 raise _read_twice("another part of the loss reads a parameter that is stepped already")
             self.optimizer.step()
@@ -86,9 +88,14 @@ class SteppingInBackward:
     def step(self, parameter: Tensor, gradient: Callable[[], Tensor]) -> None:
         """Step a parameter once the thread has called for its gradient."""
         self.stepped.append(parameter.register_hook(self._note_gradient))
-        if len(self._waiting) == MOST_WAITING:
-            self._waiting.popleft().result()
-        self._waiting.append(WORKER.submit(self._step, parameter, gradient))
+        nbytes = own_part(parameter).nbytes
+        while self._waiting and self._is_full(nbytes):
+            self._waiting.popleft()[0].result()
+        self._waiting.append((WORKER.submit(self._step, parameter, gradient), nbytes))
+
+    def _is_full(self, nbytes: int) -> bool:
+        """Whether a gradient of so many bytes would be one too many to wait."""
+        return len(self._waiting) == MOST_WAITING or nbytes + sum(size for _, size in self._waiting) > MOST_BYTES
 
     def _note_gradient(self, gradient: Tensor | None) -> None:
         """Autograd has a gradient of a parameter that is stepped; None where nobody else gave it one."""

@@ -86,6 +86,8 @@ def test_tensors_of_other_strides_shapes_and_types_are_copied_as_ever(tmp_path: 
     assert torch.equal(x, values.t()) and torch.equal(read(x.t(), torch.empty(512, 600)), values)
     assert torch.equal(read(x, torch.empty(600, 512, dtype=torch.bfloat16)), values.t().bfloat16())
     assert torch.equal(read(x[3], torch.empty(2, 512)), values.t()[3].expand(2, 512))
+    y, values = empty_in(str(tmp_path), (NUMEL,), torch.complex64), torch.randn(NUMEL, dtype=torch.complex64)
+    assert torch.equal(write(y, values.conj()), values.conj()) and torch.equal(read(y.conj(), y.clone()), values)
 
 
 def test_an_error_of_the_disk_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
