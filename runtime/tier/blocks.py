@@ -102,7 +102,8 @@ class Blocks:
 
 def _write(block: Tensors, stepped: Tensors) -> None:
     for name, values in stepped.items():
-        write(block[name], values, is_cached=False)
+        if values.data_ptr() != block[name].data_ptr():  # else it was stepped where it is
+            write(block[name], values, is_cached=False)
 
 
 def _memory_of_block() -> Tensor:

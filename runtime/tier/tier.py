@@ -87,7 +87,10 @@ class Tier:
         if x.is_meta:
             return lambda: x
         copy = self._empty_like(x)
-        self._host.copy_out(x, copy, is_held=True)
+        if x.device.type == "cpu":
+            write(copy, x)
+        else:
+            self._host.copy_out(x, copy, is_held=True)
         return partial(self._after, self._host.mark(), copy, x)
 
     def restore(self, x: Tensor) -> Callable[[], Tensor]:
