@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -20,10 +20,10 @@ from torch.optim.optimizer import Optimizer
 
 from ..comm.dtensor import local
 from .files import is_open, read, write
+from .tier import TRANSFERRING
 
 BLOCK = 2**20  # bytes of a tensor that are stepped at a time
 PAGE = 4096  # where memory begins that is transferred past the page cache
-TRANSFERRING = ThreadPoolExecutor(1, "shardc-blocks")  # reads and writes in the order in which they are submitted
 PARAMETER, GRADIENT = "a parameter", "a gradient"  # beside the names of an optimizer's states
 Tensors = dict[str, Tensor]
 

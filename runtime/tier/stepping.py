@@ -57,6 +57,7 @@ class SteppingInBackward:
         """Wait for the steps, and step what has a gradient still. After an error nothing more is stepped."""
         self._attach(None)
         WORKER.submit(lambda: None).result()  # once all steps are done, those of blocks around this one too
+        self._blocks = Blocks()  # without memory
         waiting, self._waiting = self._waiting, deque()
         for hook in self.stepped:
             hook.remove()

@@ -16,6 +16,8 @@ from shardc.options.zero import HOST, Zero
 from .files import empty_in, folder_of, read, write
 from .host import Host
 
+TRANSFERRING = ThreadPoolExecutor(1, "shardc-fetch")  # one for all, in the order in which they submit: it has a stack
+
 
 class Tier:
     """Host memory, or files of a ``folder``, below the memory of a device.
@@ -25,7 +27,7 @@ class Tier:
 
     def __init__(self, folder: str | None, device: torch.device) -> None:
         self.folder, self.device, self._host = folder, device, Host(device)
-        self._reader = ThreadPoolExecutor(1, "shardc-fetch")
+        self._reader = TRANSFERRING
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory in the tier."""
