@@ -1,13 +1,18 @@
 """Tensors in files: the memory is a file that is mapped, and the system keeps as much of it in memory as there is room.
 
 A file has no name any more once it is mapped, so that it is gone with the last tensor in it, however the process ends.
+What copies a large tensor to memory or from it calls ``read`` and ``write``, which call the system once: a page that is
+mapped costs more to fault in, and far more to write to, than to copy. Both ways see the same values.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import tempfile
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,7 +23,13 @@ from torch import Tensor
 from shardc.language.errors import ShardingError
 from shardc.language.text import bytes_text
 
+from ..comm.checksum import bytes_of
+
 aten = torch.ops.aten
+LARGE = 2**20  # bytes of a tensor whose file stays open
+DIRECT = getattr(os, "O_DIRECT", 0)
+Transfer = Callable[[int, list[memoryview], int], int]  # os.preadv or os.pwritev
+_descriptors: dict[str, int] = {}  # of the files that are open, by path
 
 
 def empty_in(folder: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -29,15 +40,18 @@ def empty_in(folder: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     nbytes = numel * dtype.itemsize
     try:
         descriptor, path = tempfile.mkstemp(prefix="shardc-", dir=folder)
+        is_kept = False
         try:
             try:
                 made = torch.from_file(path, shared=True, size=numel, dtype=dtype).view(tuple(shape))
             finally:
                 os.unlink(path)
             os.posix_fallocate(descriptor, 0, nbytes)  # else a full disk ends the process when a page is written
+            is_kept = _keep_open(made, descriptor)
             return made
         finally:
-            os.close(descriptor)
+            if not is_kept:
+                os.close(descriptor)
     except OSError as error:
         what, problem = f"a tensor of {bytes_text(nbytes)}", f"no file can be made for it: {error.strerror or error}"
         is_missing = not os.path.isdir(folder)
@@ -45,6 +59,84 @@ def empty_in(folder: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
             "make the folder on every host first" if is_missing else "name a folder on a local disk with room for it"
         )
         raise ShardingError(f"folder {folder!r}", what, problem, remedy) from None
+
+
+def _keep_open(made: Tensor, descriptor: int) -> bool:
+    """Keep the file of a large tensor open until the tensor is gone, unless the process has few descriptors left."""
+    if made.nbytes < LARGE or descriptor > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
+        return False
+    storage = made.untyped_storage()
+    assert storage.filename is not None
+    _descriptors[storage.filename] = descriptor
+    weakref.finalize(storage, _close, storage.filename).atexit = False
+    return True
+
+
+def _close(path: str) -> None:
+    os.close(_descriptors.pop(path))
+
+
+def read(x: Tensor, into: Tensor, is_cached: bool = True) -> Tensor:
+    """Copy a tensor into memory, which is returned.
+
+    ``is_cached``: by the page cache, where what is read again soon is found. Else past it, which takes a quarter of the
+    processor's time, where the system can do that with this memory and this file.
+    """
+    descriptor = _descriptor_of(x)
+    if descriptor is None or not _are_alike(x, into):
+        return into.copy_(x)
+    _transfer(os.preadv, descriptor, into, x, is_cached)
+    return into
+
+
+def write(x: Tensor, values: Tensor, is_cached: bool = True) -> Tensor:
+    """Copy values from memory into a tensor, which is returned. ``is_cached``: as of ``read``."""
+    descriptor = _descriptor_of(x)
+    if descriptor is None or not _are_alike(x, values):
+        return x.copy_(values)
+    _transfer(os.pwritev, descriptor, values, x, is_cached)
+    return x
+
+
+def is_open(x: Tensor) -> bool:
+    """Whether a tensor is in a file that ``read`` and ``write`` transfer in large blocks."""
+    return _descriptor_of(x) is not None
+
+
+def _descriptor_of(x: Tensor) -> int | None:
+    return _descriptors.get(x.untyped_storage().filename or "") if x.device.type == "cpu" else None
+
+
+def _are_alike(x: Tensor, memory: Tensor) -> bool:
+    """Whether the bytes of one are those of the other."""
+    is_plain = all(each.is_contiguous() and not each.is_conj() and not each.is_neg() for each in (x, memory))
+    return is_plain and x.shape == memory.shape and x.dtype == memory.dtype and memory.device.type == "cpu"
+
+
+def _transfer(call: Transfer, descriptor: int, memory: Tensor, x: Tensor, is_cached: bool) -> None:
+    """Call the system, which may do less than it is asked, until all bytes of a tensor are transferred."""
+    data, begin = bytes_of(memory), int(x.storage_offset()) * x.itemsize
+    done = 0 if is_cached else _transferred_directly(call, descriptor, data, begin)
+    while done < len(data):
+        moved = call(descriptor, [data[done:]], begin + done)
+        assert moved, (done, len(data))
+        done += moved
+
+
+def _transferred_directly(call: Transfer, descriptor: int, data: memoryview, begin: int) -> int:
+    """How many bytes were transferred past the page cache: 0 where this memory, file or system does not allow it."""
+    try:
+        direct = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | DIRECT)
+    except OSError:
+        return 0
+    try:
+        return call(direct, [data], begin)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return 0
+    finally:
+        os.close(direct)
 
 
 def folder_of(tensor: Tensor) -> str | None:

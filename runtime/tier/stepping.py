@@ -19,7 +19,9 @@ from torch.utils.hooks import RemovableHandle
 
 from shardc.language.errors import OrderError, ShardingError
 
+from ..comm.dtensor import own_part
 from ..execute.deferred import Totals
+from .blocks import Blocks, steps_in_blocks
 from .tier import Tier
 
 # Their steps of a parameter read nothing of others, and need no collective where a parameter is cut.
@@ -28,25 +30,26 @@ ELEMENTWISE = (
     optim.RMSprop, optim.Rprop, optim.SGD,
 )  # fmt: skip
 WORKER = ThreadPoolExecutor(1, "shardc-step")  # it starts at the first step; a kernel's own threads stay with it
-MOST_WAITING = 2  # gradients, each of which is alive until its step is done
+MOST_WAITING, MOST_BYTES = 2, 2**24  # gradients, each of which is alive until its step is done, or one that is larger
 
 
 class SteppingInBackward:
     """The steps of an optimizer in one backward, made by a thread. Entered as the block of ``step_in_backward``.
 
     State of a block: ``stepped``, a hook on each parameter whose step has begun; autograd calls it if another part of
-    the loss gives that parameter a gradient, which sets ``_is_read_twice``. ``_waiting``: the steps that are not done.
+    the loss gives that parameter a gradient, which sets ``_is_read_twice``. ``_waiting``: steps that may not be done,
+    with the bytes of their gradients.
     """
 
     def __init__(self, optimizer: Optimizer, attach: Callable[[SteppingInBackward | None], None]) -> None:
         self.optimizer, self._attach = optimizer, attach
-        self._waiting: deque[Future[None]] = deque()
+        self._waiting: deque[tuple[Future[None], int]] = deque()
         self.stepped = list[RemovableHandle]()
         self._is_read_twice = False
 
     def __enter__(self) -> None:
         self._groups = {id(each): group for group in self.optimizer.param_groups for each in group["params"]}
-        self._part, self._is_read_twice = _part_of(self.optimizer), False
+        self._part, self._is_read_twice, self._blocks = _part_of(self.optimizer), False, Blocks()
         self._attach(self)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
@@ -54,13 +57,14 @@ class SteppingInBackward:
         """Wait for the steps, and step what has a gradient still. After an error nothing more is stepped."""
         self._attach(None)
         WORKER.submit(lambda: None).result()  # once all steps are done, those of blocks around this one too
+        self._blocks = Blocks()  # without memory
         waiting, self._waiting = self._waiting, deque()
         for hook in self.stepped:
             hook.remove()
         self.stepped.clear()
         if error is None:
-            for each in waiting:
-                each.result()
+            for step, _ in waiting:
+                step.result()
             if self._is_read_twice:
                 raise _read_twice("another part of the loss reads a parameter that is stepped already")
             self.optimizer.step()
@@ -85,9 +89,14 @@ class SteppingInBackward:
     def step(self, parameter: Tensor, gradient: Callable[[], Tensor]) -> None:
         """Step a parameter once the thread has called for its gradient."""
         self.stepped.append(parameter.register_hook(self._note_gradient))
-        if len(self._waiting) == MOST_WAITING:
-            self._waiting.popleft().result()
-        self._waiting.append(WORKER.submit(self._step, parameter, gradient))
+        nbytes = own_part(parameter).nbytes
+        while self._waiting and self._is_full(nbytes):
+            self._waiting.popleft()[0].result()
+        self._waiting.append((WORKER.submit(self._step, parameter, gradient), nbytes))
+
+    def _is_full(self, nbytes: int) -> bool:
+        """Whether a gradient of so many bytes would be one too many to wait."""
+        return len(self._waiting) == MOST_WAITING or nbytes + sum(size for _, size in self._waiting) > MOST_BYTES
 
     def _note_gradient(self, gradient: Tensor | None) -> None:
         """Autograd has a gradient of a parameter that is stepped; None where nobody else gave it one."""
@@ -97,7 +106,8 @@ class SteppingInBackward:
         before, parameter.grad = parameter.grad, None
         parameter.grad = gradient() if before is None else before.add_(gradient())
         self._part.param_groups = [{**self._groups[id(parameter)], "params": [parameter]}]
-        type(self.optimizer).step(self._part)  # not the method that a scheduler of rates has put on the instance
+        step = self._blocks.step if steps_in_blocks(parameter) else type(self.optimizer).step
+        step(self._part)  # not the method that a scheduler of rates has put on the instance
         parameter.grad = None
 
 

@@ -13,8 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from shardc.options.zero import HOST, Zero
 
-from .files import empty_in, folder_of
+from .files import empty_in, folder_of, read, write
 from .host import Host
+
+TRANSFERRING = ThreadPoolExecutor(1, "shardc-fetch")  # one for all, in the order in which they submit: it has a stack
 
 
 class Tier:
@@ -25,7 +27,7 @@ class Tier:
 
     def __init__(self, folder: str | None, device: torch.device) -> None:
         self.folder, self.device, self._host = folder, device, Host(device)
-        self._reader = ThreadPoolExecutor(1, "shardc-fetch")
+        self._reader = TRANSFERRING
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory in the tier."""
@@ -39,7 +41,7 @@ class Tier:
 
     def copied(self, x: Tensor) -> Tensor:
         """A copy in the tier."""
-        return x if x.is_meta else self.empty(x.shape, x.dtype).copy_(x)
+        return x if x.is_meta else write(self.empty(x.shape, x.dtype), x)
 
     def stored(self, x: Tensor) -> Tensor:
         """The same values in the tier."""
@@ -67,7 +69,7 @@ class Tier:
             return lambda: x
         copy = self.empty(x.shape, x.dtype)
         if x.device.type == "cpu":
-            copy.copy_(x)
+            write(copy, x)
             return lambda: copy
         self._host.copy_out(x, copy)
         mark = self._host.mark()
@@ -87,7 +89,10 @@ class Tier:
         if x.is_meta:
             return lambda: x
         copy = self._empty_like(x)
-        self._host.copy_out(x, copy, is_held=True)
+        if x.device.type == "cpu":
+            write(copy, x)
+        else:
+            self._host.copy_out(x, copy, is_held=True)
         return partial(self._after, self._host.mark(), copy, x)
 
     def restore(self, x: Tensor) -> Callable[[], Tensor]:
@@ -108,7 +113,7 @@ class Tier:
 
 @torch.no_grad()
 def _copied(copy: Tensor, x: Tensor) -> Tensor:
-    return copy.copy_(x)
+    return read(x, copy)
 
 
 def tier_of(zero: Zero | None, device: torch.device) -> Tier | None:
