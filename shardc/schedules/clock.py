@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from math import inf
 
 from shardc.language.errors import ShardingError
@@ -102,12 +102,12 @@ class Tasks:
 class Clock:
     """How far tasks are, started one after the other.
 
-    ``readers``: the tasks that wait for each one, those that follow on its lanes included. ``missing``: how many tasks
-    each one still waits for; ``arrived``: the last end of the others. ``free``: when each lane is free again.
-    ``order``: the tasks in the order in which they were started.
+    ``missing``: how many tasks each one still waits for, those before it on its lanes included; ``arrived``: the last
+    end of the others. ``free``: when each lane is free again. ``order``: the tasks in the order in which they were
+    started.
     """
 
-    __slots__ = ("_rows", "arrived", "ends", "free", "missing", "order", "readers", "starts", "tasks")
+    __slots__ = ("_following", "_rows", "arrived", "ends", "free", "missing", "order", "starts", "tasks")
 
     def __init__(self, tasks: Tasks, rows: Rows | None = None) -> None:
         self.tasks, self._rows, num_tasks = tasks, rows or {}, len(tasks.names)
@@ -116,11 +116,10 @@ class Clock:
         self.starts, self.ends = list(self.arrived), list(self.arrived)
         self.free: dict[Hashable, float] = {}
         self.order: list[int] = []
-        self.readers = [list(readers) for readers in tasks.readers] if rows else tasks.readers
+        self._following = {lane: iter(row[1:]) for lane, row in self._rows.items()}  # after the last that was started
         for row in self._rows.values():
-            for before, after in pairwise(row):
-                self.readers[before].append(after)
-                self.missing[after] += 1
+            for number in row[1:]:
+                self.missing[number] += 1
 
     def start(self, number: int, now: float = 0) -> list[int]:
         """Start a task that waits for none, not before ``now``. Gives the tasks that wait for none any more."""
@@ -134,8 +133,10 @@ class Clock:
         for lane in lanes:
             self.free[lane] = end
         self.order.append(number)
-        ready, missing, arrived = [], self.missing, self.arrived
-        for reader in self.readers[number]:
+        ready, missing, arrived, readers = [], self.missing, self.arrived, self.tasks.readers[number]
+        if self._following:
+            readers = [*readers, *(after for lane in lanes for after in islice(self._following.get(lane, ()), 1))]
+        for reader in readers:
             if end > arrived[reader]:
                 arrived[reader] = end
             missing[reader] -= 1
