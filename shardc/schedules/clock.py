@@ -43,24 +43,25 @@ Rows = Mapping[Hashable, Sequence[int]]  # for each lane its tasks in order, by 
 class Tasks:
     """Tasks by number, in the order given.
 
-    ``after``: the tasks that each one waits for, ``readers``: those that wait for it, whatever the order on lanes.
+    ``num_after``: how many tasks each one waits for, ``readers``: those that wait for it, whatever the order on lanes.
     ``title``: who has the tasks, for errors. Raises a ShardingError for a task that waits for one that is not there.
     """
 
-    __slots__ = ("after", "lanes", "names", "numbers", "readers", "seconds", "title")
+    __slots__ = ("_tasks", "lanes", "names", "num_after", "numbers", "readers", "seconds", "title")
 
     def __init__(self, tasks: Sequence[Task], title: str = "timeline") -> None:
-        self.title = title
+        self.title, self._tasks = title, tasks
         self.names, self.lanes = [task.name for task in tasks], [task.lanes for task in tasks]
-        self.seconds = [task.seconds for task in tasks]
+        self.seconds, self.num_after = [task.seconds for task in tasks], [len(task.after) for task in tasks]
         self.numbers = {name: number for number, name in enumerate(self.names)}
-        self.after = [self._numbers_of(task) for task in tasks]
         self.readers: list[list[int]] = [[] for _ in tasks]
-        for number, after in enumerate(self.after):
-            for before in after:
+        for number in range(len(tasks)):
+            for before in self.after(number):
                 self.readers[before].append(number)
 
-    def _numbers_of(self, task: Task) -> list[int]:
+    def after(self, number: int) -> list[int]:
+        """The tasks that one waits for, whatever the order on lanes."""
+        task = self._tasks[number]
         try:
             return [self.numbers[name] for name in task.after]
         except KeyError:
@@ -111,7 +112,7 @@ class Clock:
 
     def __init__(self, tasks: Tasks, rows: Rows | None = None) -> None:
         self.tasks, self._rows, num_tasks = tasks, rows or {}, len(tasks.names)
-        self.missing = list(map(len, tasks.after))
+        self.missing = list(tasks.num_after)
         self.arrived: list[float] = [0] * num_tasks
         self.starts, self.ends = list(self.arrived), list(self.arrived)
         self.free: dict[Hashable, float] = {}
@@ -167,4 +168,4 @@ class Clock:
         for row in self._rows.values():
             for before, after in pairwise(row):
                 waits[after].append(before)
-        return {number: [*before, *self.tasks.after[number]] for number, before in waits.items()}
+        return {number: [*before, *self.tasks.after(number)] for number, before in waits.items()}
