@@ -20,7 +20,7 @@ in the same part of their work; a weight that two stages read goes apart. Invari
 from __future__ import annotations
 
 import operator
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -78,12 +78,12 @@ def _return_last(program: Program) -> None:
 
 def _where(program: Program) -> dict[fx.Node, Where]:
     """Where each node runs; without a pipeline all are alike."""
-    where: dict[fx.Node, set[tuple[int, Part]]] = {node: set() for node in program.graph.nodes}
+    where = defaultdict[fx.Node, Where](frozenset)
     for index, stage in enumerate(stages_of(program).stages if has_stages(program) else ()):
         for part, calls in stage.parts.items():
             for node in calls:
-                where[node].add((index, part))
-    return {node: frozenset(places) for node, places in where.items()}
+                where[node] |= {(index, part)}
+    return where
 
 
 def _reductions(program: Program, sizes: Mapping[fx.Node, int], where: Mapping[fx.Node, Where]) -> list[list[fx.Node]]:

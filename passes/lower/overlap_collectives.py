@@ -57,18 +57,17 @@ def overlap_collectives(program: Program) -> Program:
     """The program in another order."""
     program = program.edited()
     _count_first(program)
-    backward = split(program).backward
-    order = _offload_soon(_in_turn(_put_off(backward)))
-    if order != list(backward):
+    parts = split(program)
+    order = _offload_soon(_in_turn(_put_off(parts.backward)))
+    if order != list(parts.backward):
         for node in order:  # nothing before backward reads its results
             program.output_node.prepend(node)
-    update = split(program).update
-    order = _in_turn(update)
-    if order != list(update):
+    order = _in_turn(parts.update)
+    if order != list(parts.update):
         for node in reversed(order):  # which reads inputs alone
             program.placeholders[-1].append(node)
-    readers = _first_readers(program)
-    for part in (split(program).forward, split(program).backward):
+    readers, parts = _first_readers(program), split(program)
+    for part in (parts.forward, parts.backward):
         # A layer's gathers start right before the layer before it reads its own. Those that stood earlier move there
         # too: two layers' parameters are whole at a time, in any number of buckets. What they gather is fetched one
         # layer earlier.

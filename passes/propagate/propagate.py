@@ -255,8 +255,7 @@ def _ties(program: Program, tensors: _Tensors) -> Iterator[Op]:
             yield Op(f"the {output.kind} {output.name}", rules[shape], pair)
 
 
-@dataclass(slots=True)
-class _Side:
+class _Side(NamedTuple):
     """A tensor of one op: its factors dim by dim, and how each factor is cut there by now."""
 
     tensor: _Tensor

@@ -117,7 +117,7 @@ class CutPlan:
             if value and to and to != current[value] and not is_uniform(value[0])
         }
         made = (((node, i), result) for node, op in self.ops.items() for i, result in enumerate(op.results) if result)
-        reductions = [(value, result, current[value]) for value, result in made]
+        reductions = [(value, result, current[value]) for value, result in made if result != current[value]]
         return sum(move_bytes(src, dst, program.value_type(value)) for value, src, dst in (*moves, *reductions))
 
 

@@ -75,11 +75,14 @@ def with_parameters_first(program: Program, axis: str) -> Program:
 
 
 def _may_be_divided(program: Program, node: fx.Node) -> bool:
-    """Whether an op is a product with an input, and a factor that may be cut is on all its tensors."""
+    """Whether an op is a product with an input that may be cut along a dim that all its tensors share."""
     rule = program.rule(node)
     is_product = len(rule.operands) > 1 and any(map(rule.is_reduced, rule.sizes)) and not program.has_many(node)
-    if not is_product or not any(map(_is_of_input, node.all_input_nodes)):
-        return False
+    return is_product and any(map(_is_of_input, node.all_input_nodes)) and _has_shared_factor(rule)
+
+
+def _has_shared_factor(rule: Rule) -> bool:
+    """Whether all tensors of an op have a factor that may be cut; one of a single element never is."""
     tensors = [dims for dims in (*rule.operands, *rule.results) if dims is not None]
     return any(size > 1 and all(rule.has(factor, dims) for dims in tensors) for factor, size in rule.sizes.items())
 

@@ -101,10 +101,10 @@ class _Rewriter:
     def call(self, node: fx.Node) -> None:
         """Bring the operands of a call to the plan's shardings, and give its results theirs."""
         program, op, reasons = self.program, self.plan.ops[node], OpReasons(self.plan, node)
-        new: list[fx.Node | None] = []
-        for i, (value, target) in enumerate(zip(operands(node), op.operands, strict=True)):
+        given, new = operands(node), list[fx.Node | None]()
+        for i, (value, target) in enumerate(zip(given, op.operands, strict=True)):
             new.append(self._operand(value, target, node, i, reasons) if value and target else value)
-        if any(one is not other for one, other in zip(new, operands(node), strict=True)):
+        if any(one is not other for one, other in zip(new, given, strict=True)):
             set_operands(node, new)
         program.set_cut_choice(node, op)
         self.propagated[node] = program.origins(node)

@@ -80,7 +80,13 @@ class _Assembly:
 
     def __post_init__(self) -> None:
         traced = self.traced
-        self.types = {node: types_of(node.meta.get("val")) for node in traced.graph.nodes}
+        self.types: dict[fx.Node, Types] = {}
+        found: dict[int, Types] = {}  # by the id of a value, which the copies of a block share
+        for node in traced.graph.nodes:
+            value = node.meta.get("val")
+            if id(value) not in found:
+                found[id(value)] = types_of(value)
+            self.types[node] = found[id(value)]
         self.program = Program(fx.Graph(), (), ())
         self.mapping: dict[fx.Node, fx.Node] = {}
         self.constants: dict[str, torch.Tensor] = {}

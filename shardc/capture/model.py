@@ -35,26 +35,25 @@ def borrow(model: nn.Module, train: bool) -> Iterator[None]:
         try:
             yield
         finally:
-            for container, content in before:
+            for container, content in zip(*before, strict=True):
                 container.clear()
                 (container.extend if isinstance(container, list) else container.update)(content)
 
 
-def copied_attributes(model: nn.Module) -> list[tuple[Any, Any]]:
-    """The attributes of all modules, and the dicts and lists among them, each with a copy of it."""
-    attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
-    values = [value for own, _ in attributes for value in own.values()]
-    contents = [(value, value.copy() if value else ()) for value in values if isinstance(value, (dict, list))]
-    return [*attributes, *contents]  # most are empty
+def copied_attributes(model: nn.Module) -> tuple[list[Any], list[Any]]:
+    """The attributes of all modules, and the dicts and lists among them; and what each of these holds now."""
+    containers: list[Any] = [vars(module) for module in model.modules()]
+    containers += [value for own in containers for value in own.values() if isinstance(value, (dict, list))]
+    return containers, [each.copy() if each else () for each in containers]  # most are empty
 
 
-def are_unchanged(copied: list[tuple[Any, Any]]) -> bool:
+def are_unchanged(copied: tuple[list[Any], list[Any]]) -> bool:
     """Whether attributes, dicts and lists hold the objects that they held when they were copied."""
 
     def entries(container: Any) -> list[Any]:
         return [*container, *container.values()] if isinstance(container, dict) else container
 
-    pairs = ((entries(own), entries(before)) for own, before in copied)
+    pairs = ((entries(own), entries(before)) for own, before in zip(*copied, strict=True))
     return all(len(one) == len(other) and all(map(is_, one, other)) for one, other in pairs)
 
 

@@ -5,9 +5,9 @@ The curve, the peak, the classes of bytes and what is alive at the peak are all 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, islice
 
 from torch import fx
 
@@ -35,17 +35,19 @@ Env = dict[fx.Node, Blocks]  # the blocks of each node's results
 class Ledger:
     """One rank's step, as a replay writes it.
 
-    ``entries``: each block that is allocated (1) or freed (-1), in order. ``calls`` and ``actions``: each with the
-    number of entries at its end; a call ends before its dead operands are freed. ``saved``: what backward reads of
-    forward; in a pipeline the most that microbatches under way keep between two actions. ``saved_below``: the same of
-    the tier below, with the bytes there. ``gathered``: copies of parameters, the most at a time; in a pipeline all,
-    which live for the whole step. ``parameters``: the names of those that the rank stores.
+    ``entries``: each block that is allocated or, if it is alive, freed, in order. ``calls`` and ``ends``: each call and
+    the number of entries at its end, before its dead operands are freed. ``actions``: each with the number of entries
+    at its end. ``saved``: what backward reads of forward; in a pipeline the most that microbatches under way keep
+    between two actions. ``saved_below``: the same of the tier below, with the bytes there. ``gathered``: copies of
+    parameters, the most at a time; in a pipeline all, which live for the whole step. ``parameters``: the names of those
+    that the rank stores.
     """
 
     def __init__(self, parameters: Collection[str]) -> None:
         self.parameters = parameters
-        self.entries: list[tuple[Block, int]] = []
-        self.calls: list[tuple[fx.Node, int]] = []
+        self.entries: list[Block] = []
+        self.calls: list[fx.Node] = []
+        self.ends: list[int] = []
         self.actions: list[tuple[str, int]] = []
         self.saved: Collection[Block] = ()
         self.saved_below: Collection[Block] = ()
@@ -55,7 +57,7 @@ class Ledger:
         """Add a holder to each block."""
         for block in blocks:
             if not block.holders:
-                self.entries.append((block, 1))
+                self.entries.append(block)
             block.holders += 1
 
     def drop(self, blocks: Blocks) -> None:
@@ -63,7 +65,7 @@ class Ledger:
         for block in blocks:
             block.holders -= 1
             if not block.holders:
-                self.entries.append((block, -1))
+                self.entries.append(block)
 
     def put(self, env: Env, node: fx.Node, blocks: Blocks) -> None:
         """Replace the blocks of a node."""
@@ -84,21 +86,30 @@ class Ledger:
 
     def end_call(self, node: fx.Node) -> None:
         """Note that a call has its results."""
-        self.calls.append((node, len(self.entries)))
+        self.calls.append(node)
+        self.ends.append(len(self.entries))
 
     def end_action(self, name: str) -> None:
         """Note that an action is done."""
         self.actions.append((name, len(self.entries)))
 
+    def changes(self) -> Iterator[tuple[Block, int]]:
+        """Each block that is allocated (1) or freed (-1), in order."""
+        alive = set[Block]()
+        for block in self.entries:
+            sign = -1 if block in alive else 1
+            (alive.remove if sign < 0 else alive.add)(block)
+            yield block, sign
+
     def balances(self, counts: Callable[[Block], bool] | None = None) -> list[int]:
         """The bytes alive before the first entry and after each, of all blocks or of those that count."""
-        entries = ((block.nbytes if counts is None or counts(block) else 0, sign) for block, sign in self.entries)
+        entries = ((block.nbytes if counts is None or counts(block) else 0, sign) for block, sign in self.changes())
         return list(accumulate((sign * nbytes for nbytes, sign in entries), initial=0))
 
     def most(self, counts: Callable[[Block], bool] | None = None) -> Collection[Block]:
         """The blocks that are alive where their bytes are most: at the peak, if all count."""
         balances, alive = self.balances(counts), dict[Block, None]()
-        for block, sign in self.entries[: balances.index(max(balances))]:
+        for block, sign in islice(self.changes(), balances.index(max(balances))):
             if sign < 0:
                 alive.pop(block, None)
             elif counts is None or counts(block):
@@ -116,7 +127,7 @@ class Ledger:
     def curve(self, kind: str) -> list[int]:
         """The bytes of a class that are alive at the end of each call, and then at the end of the step."""
         balances = self.balances(lambda block: block.kind == kind)
-        return [*(balances[end] for _, end in self.calls), balances[-1]]
+        return [*map(balances.__getitem__, self.ends), balances[-1]]
 
 
 def bytes_of(blocks: Iterable[Block]) -> int:

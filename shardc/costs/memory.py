@@ -88,9 +88,7 @@ def memory_curve(program: Program) -> MemoryCurve:
     starts = {"update": 0, "forward": len(parts.update), "backward": len(parts.update) + len(parts.forward)}
     changes = {kind: _changes(ledger.curve(kind)) for kind in CURVE_CLASSES}
     states = 0 if program.options.offloads else stored_bytes(program, ledger.parameters)["optimizer"]
-    return MemoryCurve(
-        tuple(node for node, _ in ledger.calls), starts, {**changes, "optimizer": [(0, states)] if states else []}
-    )
+    return MemoryCurve(tuple(ledger.calls), starts, {**changes, "optimizer": [(0, states)] if states else []})
 
 
 def _changes(levels: Sequence[int]) -> list[tuple[int, int]]:

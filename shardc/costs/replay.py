@@ -99,10 +99,10 @@ def _kinds(program: Program, parts: Parts, owners: Mapping[Value, Value]) -> dic
 
 def with_deaths(calls: Sequence[fx.Node], later: Collection[fx.Node]) -> CallsWithDeaths:
     """Calls, each with the values that it is the last to read, apart from those that are read ``later``."""
-    live, dying = set(later), []
+    live, dying = set(later), list[tuple[fx.Node, Collection[fx.Node]]]()
     for node in reversed(calls):
         used = {node, *node.all_input_nodes}
-        dying.append((node, used - live))
+        dying.append((node, used - live or ()))
         live |= used
     return dying[::-1]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -66,21 +65,20 @@ class Parts:
 
 def split(program: Program) -> Parts:
     """The parts of a program's calls."""
-    update = _needed_by(program, "update")
-    forward = _needed_by(program, "forward") - update
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
+    update = _needed_by(program, "update", calls)
+    forward = _needed_by(program, "forward", calls) - update
     backward = set(calls) - update - forward
     return Parts(*(tuple(node for node in calls if node in part) for part in (update, forward, backward)))
 
 
-def _needed_by(program: Program, part: str) -> set[fx.Node]:
+def _needed_by(program: Program, part: str, calls: Sequence[fx.Node]) -> set[fx.Node]:
     ends = zip(program.results, program.outputs, strict=True)
     wanted = [node for node, output in ends if node is not None and PART_OF[output.kind] == part]
     if part == "forward":
-        wanted += filter(is_saved, program.graph.nodes)
+        wanted += filter(is_saved, calls)
     needed = ancestors(*wanted)
-    picked = program.graph.find_nodes(op="call_function", target=operator.getitem)
-    return needed | {node for node in picked if operand(node) in needed}
+    return needed | {node for node in calls if is_getitem(node) and operand(node) in needed} if needed else needed
 
 
 def owners_of(program: Program, order: Iterable[fx.Node], received: Collection[fx.Node] = ()) -> Mapping[Value, Value]:

@@ -351,9 +351,10 @@ class Program:
         Like calls, as in every layer, have one rule.
         """
         if "rule" not in node.meta:
-            entry, call = op_rule(node.target), self.call(node)
-            key = node.target, typed(call.args), typed(dict(call.kwargs)), typed(call.results)
+            args, kwargs = self._with_types((node.args, node.kwargs))
+            key = node.target, typed(args), typed(dict(kwargs)), typed(self.types(node))
             if key not in self.rules:
+                entry, call = op_rule(node.target), self.call(node)
                 self.rules[key] = self._bound(entry, node, call) if entry else replicated_rule(call)
             node.meta["rule"] = self.rules[key]
         rule: Rule = node.meta["rule"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from math import inf
 
 from shardc.language.errors import ShardingError
@@ -43,24 +43,25 @@ Rows = Mapping[Hashable, Sequence[int]]  # for each lane its tasks in order, by 
 class Tasks:
     """Tasks by number, in the order given.
 
-    ``after``: the tasks that each one waits for, ``readers``: those that wait for it, whatever the order on lanes.
+    ``num_after``: how many tasks each one waits for, ``readers``: those that wait for it, whatever the order on lanes.
     ``title``: who has the tasks, for errors. Raises a ShardingError for a task that waits for one that is not there.
     """
 
-    __slots__ = ("after", "lanes", "names", "numbers", "readers", "seconds", "title")
+    __slots__ = ("_tasks", "lanes", "names", "num_after", "numbers", "readers", "seconds", "title")
 
     def __init__(self, tasks: Sequence[Task], title: str = "timeline") -> None:
-        self.title = title
+        self.title, self._tasks = title, tasks
         self.names, self.lanes = [task.name for task in tasks], [task.lanes for task in tasks]
-        self.seconds = [task.seconds for task in tasks]
+        self.seconds, self.num_after = [task.seconds for task in tasks], [len(task.after) for task in tasks]
         self.numbers = {name: number for number, name in enumerate(self.names)}
-        self.after = [self._numbers_of(task) for task in tasks]
         self.readers: list[list[int]] = [[] for _ in tasks]
-        for number, after in enumerate(self.after):
-            for before in after:
+        for number in range(len(tasks)):
+            for before in self.after(number):
                 self.readers[before].append(number)
 
-    def _numbers_of(self, task: Task) -> list[int]:
+    def after(self, number: int) -> list[int]:
+        """The tasks that one waits for, whatever the order on lanes."""
+        task = self._tasks[number]
         try:
             return [self.numbers[name] for name in task.after]
         except KeyError:
@@ -102,25 +103,24 @@ class Tasks:
 class Clock:
     """How far tasks are, started one after the other.
 
-    ``readers``: the tasks that wait for each one, those that follow on its lanes included. ``missing``: how many tasks
-    each one still waits for; ``arrived``: the last end of the others. ``free``: when each lane is free again.
-    ``order``: the tasks in the order in which they were started.
+    ``missing``: how many tasks each one still waits for, those before it on its lanes included; ``arrived``: the last
+    end of the others. ``free``: when each lane is free again. ``order``: the tasks in the order in which they were
+    started.
     """
 
-    __slots__ = ("_rows", "arrived", "ends", "free", "missing", "order", "readers", "starts", "tasks")
+    __slots__ = ("_following", "_rows", "arrived", "ends", "free", "missing", "order", "starts", "tasks")
 
     def __init__(self, tasks: Tasks, rows: Rows | None = None) -> None:
         self.tasks, self._rows, num_tasks = tasks, rows or {}, len(tasks.names)
-        self.missing = list(map(len, tasks.after))
+        self.missing = list(tasks.num_after)
         self.arrived: list[float] = [0] * num_tasks
         self.starts, self.ends = list(self.arrived), list(self.arrived)
         self.free: dict[Hashable, float] = {}
         self.order: list[int] = []
-        self.readers = [list(readers) for readers in tasks.readers] if rows else tasks.readers
+        self._following = {lane: iter(row[1:]) for lane, row in self._rows.items()}  # after the last that was started
         for row in self._rows.values():
-            for before, after in pairwise(row):
-                self.readers[before].append(after)
-                self.missing[after] += 1
+            for number in row[1:]:
+                self.missing[number] += 1
 
     def start(self, number: int, now: float = 0) -> list[int]:
         """Start a task that waits for none, not before ``now``. Gives the tasks that wait for none any more."""
@@ -134,8 +134,10 @@ class Clock:
         for lane in lanes:
             self.free[lane] = end
         self.order.append(number)
-        ready, missing, arrived = [], self.missing, self.arrived
-        for reader in self.readers[number]:
+        ready, missing, arrived, readers = [], self.missing, self.arrived, self.tasks.readers[number]
+        if self._following:
+            readers = [*readers, *(after for lane in lanes for after in islice(self._following.get(lane, ()), 1))]
+        for reader in readers:
             if end > arrived[reader]:
                 arrived[reader] = end
             missing[reader] -= 1
@@ -166,4 +168,4 @@ class Clock:
         for row in self._rows.values():
             for before, after in pairwise(row):
                 waits[after].append(before)
-        return {number: [*before, *self.tasks.after[number]] for number, before in waits.items()}
+        return {number: [*before, *self.tasks.after(number)] for number, before in waits.items()}

@@ -178,6 +178,34 @@ def test_two_blocks_are_traced(monkeypatch: Any) -> None:
     assert Block.traced == 2
 
 
+class Doubling(torch.autograd.Function):
+    """Counts how often its backward is traced."""
+
+    traced = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        Doubling.traced += 1
+        return gradient * 2
+
+
+class Doubled(Block):
+    def forward(self, x: Tensor) -> Any:
+        return Doubling.apply(super().forward(x))
+
+
+def test_of_the_second_block_the_forward_alone_is_traced(monkeypatch: Any) -> None:
+    monkeypatch.setattr(Block, "traced", 0)
+    monkeypatch.setattr(Doubling, "traced", 0)
+    capture(Stack(Doubled), (torch.randn(3, 8),), {})
+    assert (Block.traced, Doubling.traced) == (2, 1)
+    same_with_and_without(Stack(Doubled), torch.randn(3, 8), patch=monkeypatch)
+
+
 def test_blocks_that_differ_by_an_attribute_are_traced_each(monkeypatch: Any) -> None:
     same_with_and_without(Stack(Alternating), torch.randn(3, 8), patch=monkeypatch)
 

@@ -14,10 +14,10 @@ import shardc
 from shardc import Mesh, P, Pipeline, ShardingError, Zero
 from shardc.api import Compiled
 from shardc.cli.main import main
-from shardc.costs.count import call_seconds, collective_seconds, update_seconds
+from shardc.costs.count import call_seconds, collective_seconds, on_machine, update_seconds
 from shardc.costs.stage_record import StageRecord
 from shardc.costs.step import StepRecord
-from shardc.costs.step_time import COMPUTING, OPTIMIZER, Slice
+from shardc.costs.step_time import COMPUTING, OPTIMIZER, Slice, step_timeline
 from shardc.language.errors import OptionError
 from shardc.language.machine import LINKS, Device, HierarchicalLink, Link, Machine, machine_of, num_steps
 from shardc.language.record import json_of
@@ -112,6 +112,17 @@ def test_collectives_that_take_the_processor_are_not_hidden() -> None:
     sent = sum(task.seconds for task in shared.tasks if task.name.is_share)  # type: ignore[attr-defined]
     computed = sum(task.seconds for task in hidden.on(COMPUTING))
     assert shared.makespan == pytest.approx(sent + computed) and hidden.makespan < shared.makespan
+
+
+def test_times_on_another_machine_are_those_of_a_program_that_was_compiled_for_it() -> None:
+    slow = Machine({"*": Link(1e-3, 1e6, 0.5)}, Device({"float32": 1e8}, 1e8, 1e-5))
+    moved, own = step_timeline(on_machine(compiled(machine()).program, slow)), compiled(slow).timeline
+    starts, expected = ({str(name): start for name, start in each.starts.items()} for each in (moved, own))
+    assert starts == expected and moved.makespan == own.makespan
+    reasons, expected_reasons = (
+        {str(name): str(before) for name, before in each.reasons.items()} for each in (moved, own)
+    )
+    assert reasons == expected_reasons and moved.makespan > 2 * compiled(machine()).timeline.makespan
 
 
 def test_the_table_adds_up_to_the_step() -> None:
