@@ -79,8 +79,8 @@ def _close(path: str) -> None:
 def read(x: Tensor, into: Tensor, is_cached: bool = True) -> Tensor:
     """Copy a tensor into memory, which is returned.
 
-    ``is_cached``: by the page cache, where what is read again soon is found. Else past it, which takes a quarter of the
-    processor's time, where the system can do that with this memory and this file.
+    ``is_cached``: through the page cache, which keeps what is read again soon. Otherwise past it, which takes a quarter
+    of the processor's time, where the system can do that with this memory and this file.
     """
     descriptor = _descriptor_of(x)
     if descriptor is None or not _are_alike(x, into):
