@@ -202,15 +202,15 @@ def check_unscaling() -> None:
 
 
 def note_in_backward(optimizer: Optimizer) -> None:
-    """Backward steps an optimizer, with gradients that no ``GradScaler`` has unscaled; one that comes later is told."""
+    """Note that backward steps this optimizer, so that a ``GradScaler`` that comes afterwards raises an error."""
     _in_backward.add(optimizer)
     check_unscaling()
 
 
 def _check_not_gone(optimizer: Optimizer) -> None:
     """OrderError if a backward has stepped the parameters of an optimizer, whose gradients are gone."""
-    gradients = [each.grad for group in optimizer.param_groups for each in group["params"]]
-    if optimizer in _in_backward and all(each is None for each in gradients):
+    parameters = (each for group in optimizer.param_groups for each in group["params"])
+    if optimizer in _in_backward and all(each.grad is None for each in parameters):
         what, problem = "after step_in_backward", "parameters are stepped, with gradients of the scaled loss"
         raise OrderError("GradScaler", what, problem, "leave the block out, or the scaler: bfloat16 needs none")
 

@@ -1,8 +1,8 @@
 """A step of an optimizer on parameters in files, block by block.
 
 Elements of a parameter, of its gradient and of its states are read into memory, stepped there by the optimizer's own
-code, and written. While a block is stepped the next one is read. An optimizer of elementwise steps does the same to the
-bit as on the whole; little of it is in memory at a time, and that fits into a processor's cache.
+code, and written. While a block is stepped, the next one is read. The numbers are those of a step of the whole
+parameter, since the steps are elementwise. Little is in memory at a time, and it fits into a processor's cache.
 """
 
 from __future__ import annotations
@@ -31,6 +31,13 @@ Tensors = dict[str, Tensor]
 def steps_in_blocks(parameter: Tensor) -> bool:
     """Whether a parameter is in a file from which blocks are read."""
     return isinstance(parameter, DTensor) and is_open(local(parameter))
+
+
+def part_of(optimizer: Optimizer) -> Any:
+    """An optimizer with the same states, whose parameters can be set."""
+    part = object.__new__(type(optimizer))
+    part.__dict__.update(optimizer.__dict__)
+    return part
 
 
 class Blocks:
@@ -121,9 +128,7 @@ def _divided(state: Mapping[str, Any], parameter: Tensor) -> tuple[Tensors, dict
 def _stepped(optimizer: Optimizer, group: Mapping[str, Any], block: Tensors,
              others: Mapping[str, Any]) -> tuple[Tensors, dict[str, Any]]:  # fmt: skip
     """A block of a parameter and of its states after a step, and the other states."""
-    part: Any = object.__new__(type(optimizer))
-    part.__dict__.update(optimizer.__dict__)
-    parameter = nn.Parameter(block[PARAMETER])
+    part, parameter = part_of(optimizer), nn.Parameter(block[PARAMETER])
     parameter.grad_dtype, parameter.grad = block[GRADIENT].dtype, block[GRADIENT]
     states = {name: each for name, each in block.items() if name not in (PARAMETER, GRADIENT)}
     states |= {name: each.clone() if isinstance(each, Tensor) else each for name, each in others.items()}

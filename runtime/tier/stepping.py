@@ -21,7 +21,7 @@ from shardc.language.errors import OrderError, ShardingError
 
 from ..comm.dtensor import own_part
 from ..execute.deferred import Totals
-from .blocks import Blocks, steps_in_blocks
+from .blocks import Blocks, part_of, steps_in_blocks
 from .tier import Tier
 
 # Their steps of a parameter read nothing of others, and need no collective where a parameter is cut.
@@ -49,7 +49,7 @@ class SteppingInBackward:
 
     def __enter__(self) -> None:
         self._groups = {id(each): group for group in self.optimizer.param_groups for each in group["params"]}
-        self._part, self._is_read_twice, self._blocks = _part_of(self.optimizer), False, Blocks()
+        self._part, self._is_read_twice, self._blocks = part_of(self.optimizer), False, Blocks()
         self._attach(self)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
@@ -175,13 +175,6 @@ def _is_elementwise(optimizer: Optimizer) -> bool:
     is_own = own is not None and getattr(own, "__wrapped__", None) is not type(optimizer).step
     has_hooks = bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
     return type(optimizer) in ELEMENTWISE and not is_own and not has_hooks
-
-
-def _part_of(optimizer: Optimizer) -> Any:
-    """An optimizer with the same states, whose parameters can be set."""
-    part = object.__new__(type(optimizer))
-    part.__dict__.update(optimizer.__dict__)
-    return part
 
 
 def _read_twice(problem: str) -> OrderError:

@@ -117,7 +117,7 @@ def toggled(cuts: Cuts, group: Cuts) -> Cuts:
 
 
 def one_by_one(cuts: Cuts) -> list[Cuts]:
-    """A set for each decision of one, in the order of their names."""
+    """Each decision of a set, as a set of its own, in the order of their names."""
     return [frozenset({each}) for each in in_order(cuts)]
 
 
