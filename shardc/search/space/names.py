@@ -2,40 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
 
 from shardc.capture.annotations import glob
 from shardc.report.explain.blocks import like_blocks
 
+Names = Mapping[str, str]  # first names by all names
+
 
 def parameter_globs(model: nn.Module) -> dict[str, str]:
-    """For each parameter of a model a glob, which matches the same parameter of all blocks of a list and no other.
+    """For each parameter of a model a glob, which matches it in those blocks of a list where it has this shape.
 
-    ``*.mlp.up.weight``; ``param:*.mlp.up`` where modules have such names too; the name itself where it is in no list of
-    like blocks. Tied parameters have their first name.
+    ``*.mlp.up.weight``; ``layers.[02].up.weight`` where other blocks have another shape; ``param:*.mlp.up`` where
+    modules have such names too; the name itself where it is in no list of like blocks. Shapes that no glob tells apart,
+    as among more than ten blocks, have one together. Tied parameters have their first name.
     """
     lists = {path for path, module in model.named_modules() if len(like_blocks(module)) > 1}
-    names = [name for name, _ in model.named_parameters()]
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(_without_numbers(name, lists), []).append(name)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     stored = {name: name for name, _ in model.named_parameters(remove_duplicate=False)}
     stored |= {name: name for name, _ in model.named_buffers()}
     known = stored | {path: path for path, _ in model.named_modules()}
     found: dict[str, str] = {}
-    for pattern, group in groups.items():
-        exact = _exact(pattern, group, known)
-        if not exact and (of_stored := _exact(pattern, group, stored)):
-            exact = f"param:{of_stored}"
-        found |= {name: exact or name for name in group}
+    for pattern, names in _grouped(shapes, {name: _without_numbers(name, lists) for name in shapes}).items():
+        groups = list(_grouped(names, shapes).values())
+        globs = [_exact(_narrowed(pattern, group, names), group, known, stored) for group in groups]
+        if not all(globs):
+            groups, globs = [names], [_exact(pattern, names, known, stored)]
+        found |= {name: each or name for group, each in zip(groups, globs, strict=True) for name in group}
     return found
 
 
-def _exact(pattern: str, group: list[str], names: Mapping[str, str]) -> str:
-    """The shortest glob that matches this group of the names alone; an empty text where there is none."""
-    return next((each for each in _globs(pattern) if glob(each, names) == group), "")
+def _grouped(names: Iterable[str], key_of: Mapping[str, object]) -> dict[object, list[str]]:
+    groups: dict[object, list[str]] = {}
+    for name in names:
+        groups.setdefault(key_of[name], []).append(name)
+    return groups
 
 
 def _without_numbers(name: str, lists: Iterable[str]) -> str:
@@ -44,10 +47,32 @@ def _without_numbers(name: str, lists: Iterable[str]) -> str:
     return ".".join("*" if ".".join(parts[:i]) in lists else part for i, part in enumerate(parts))
 
 
+def _narrowed(pattern: str, group: Sequence[str], names: Sequence[str]) -> str:
+    """The pattern of some names with the indices of a group of them alone, where these have one character each."""
+    parts = pattern.split(".")
+    for i in [i for i, part in enumerate(parts) if part == "*"]:
+        indices, all_indices = ({name.split(".")[i] for name in each} for each in (group, names))
+        if len(indices) == 1:
+            parts[i] = min(indices)
+        elif indices < all_indices and all(len(index) == 1 for index in all_indices):
+            these, others = ("".join(sorted(each)) for each in (indices, all_indices - indices))
+            parts[i] = f"[{these}]" if len(these) <= len(others) else f"[!{others}]"
+    return ".".join(parts)
+
+
+def _exact(pattern: str, group: Sequence[str], known: Names, stored: Names) -> str:
+    """The shortest glob that matches these alone, of all names or of those that are stored; an empty text for none."""
+    for prefix, names in (("", known), ("param:", stored)):
+        for each in _globs(pattern):
+            if glob(each, names) == group:
+                return f"{prefix}{each}"
+    return ""
+
+
 def _globs(pattern: str) -> Iterator[str]:
     """Globs that may do for a group of names, short ones first: the ends of its pattern, then all of it."""
     parts = pattern.split(".")
-    last_star = max((i for i, part in enumerate(parts) if part == "*"), default=len(parts))
+    last_star = max((i for i, part in enumerate(parts) if part[0] in "*["), default=len(parts))
     for start in range(len(parts) - 1, last_star, -1):
         yield ".".join(["*", *parts[start:]])
     yield pattern
