@@ -14,6 +14,8 @@ global size that is cut.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import fx
 
 from shardc.language.sharding import TensorType
@@ -37,7 +39,7 @@ def localize(program: Program) -> Program:
     coded = {node: local_call(program, node) for node in calls if node.target in CODINGS}
     for node, local in coded.items():
         node.target, node.args = local
-    uneven = [(node, part, *_fits(program, node, part)) for node in calls for part in members(node)]
+    uneven = list(_uneven(program))
     for node, call in calls.items():
         rule = op_rule(node.target)
         if is_annotation(node):
@@ -50,6 +52,20 @@ def localize(program: Program) -> Program:
     for node, part, before, after in uneven:
         _fit(program, node, members(node)[part.index], before, after)  # of which an operand may be cut short by now
     return program
+
+
+def changes_work(program: Program) -> bool:
+    """Whether a rank computes more in the localized program, since collectives cut or join unequal pieces."""
+    return any(True for _ in _uneven(program))
+
+
+def _uneven(program: Program) -> Iterator[tuple[fx.Node, Member, Fit | None, Fit | None]]:
+    """The collectives whose operand must be made longer, or whose result must be cut short."""
+    for node in program.calls:
+        for part in members(node):
+            before, after = _fits(program, node, part)
+            if before or after:
+                yield node, part, before, after
 
 
 def _set_local_types(program: Program, node: fx.Node) -> None:

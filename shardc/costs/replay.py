@@ -76,16 +76,19 @@ def _kinds(program: Program, parts: Parts, owners: Mapping[Value, Value]) -> dic
     reads = {read for node in parts.backward for read in node.all_input_nodes if not is_getitem(node)}
     saved = {owners.get(program.value(node)) for node in reads}
     results = {owners.get(program.value(node)) for node in program.results if node is not None}
+    early = {
+        node
+        for node in {node for node, _ in owners.values()}
+        if is_gathered_early(node)
+        and program.source(node).phase != "update"
+        and not ancestors(node).isdisjoint(parameters)
+    }
 
     def kind(value: Value) -> str:
         node = value[0]
         if node.op == "placeholder":
             return "parameters" if node in parameters else "inputs"
-        if (
-            is_gathered_early(node)
-            and program.source(node).phase != "update"
-            and not ancestors(node).isdisjoint(parameters)
-        ):
+        if node in early:
             return "gathered"
         if node in forward and value in saved:
             return "saved"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -16,7 +18,7 @@ MACHINE = Machine({"*": "ethernet"}, "h100")
 def chain(*widths: int) -> nn.Sequential:
     """A chain of products, which has nothing but weights."""
     with torch.device("meta"):
-        return nn.Sequential(*(nn.Linear(i, o, bias=False) for i, o in zip(widths, widths[1:], strict=False)))
+        return nn.Sequential(*(nn.Linear(i, o, bias=False) for i, o in pairwise(widths)))
 
 
 @pytest.mark.parametrize(

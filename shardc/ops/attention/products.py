@@ -230,7 +230,12 @@ def _num_heads(num_each: int, rows: int, columns: int, most_scores: int) -> tupl
 
 
 def _some_heads(q: Tensor, k: Tensor) -> Iterator[tuple[Heads, Heads]]:
-    """Heads of queries, and those of keys that they see, of which few enough scores are made at a time."""
+    """Heads of queries, and those of keys that they see, of which few enough scores are made at a time.
+
+    None on meta, where nothing is computed.
+    """
+    if q.is_meta:
+        return
     num_keys, num_each = k.shape[1], q.shape[1] // k.shape[1]
     most = MOST_SCORES * (MORE_ON_CUDA if q.is_cuda else 1)
     num_heads, num_of_each = _num_heads(num_each, q.shape[2], k.shape[2], most)

@@ -13,7 +13,8 @@ from shardc.costs.memory import memory_of
 from shardc.costs.step_time import COMPUTING, step_timeline
 from shardc.language.machine import Machine
 from shardc.options import AUTO
-from shardc.passes.lower.overlap_collectives import overlap_collectives
+from shardc.passes.lower.localize import changes_work, localize
+from shardc.passes.order import WHOLE
 from shardc.program.program import Program
 from shardc.program.traffic import collectives_of
 from shardc.report.explain.blocks import lists_side_by_side, modules_of, repeated_blocks, with_blocks
@@ -157,4 +158,5 @@ class Pricer:
     def _program(self, compiler: PlanCompiler, plan: Plan, machine: Machine) -> Program:
         self.num_compiled += 1
         options = plan.compiler_options(self.optimizer, self.wire, machine)
-        return compiler.program(plan.stage_mesh, plan.annotations, options, until=overlap_collectives)
+        program = compiler.program(plan.stage_mesh, plan.annotations, options, until=WHOLE)
+        return localize(program) if changes_work(program) else program

@@ -20,7 +20,7 @@ def parameter_globs(model: nn.Module) -> dict[str, str]:
     as among more than ten blocks, have one together. Tied parameters have their first name.
     """
     lists = {path for path, module in model.named_modules() if len(like_blocks(module)) > 1}
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    shapes = {name: str(parameter.shape) for name, parameter in model.named_parameters()}
     stored = {name: name for name, _ in model.named_parameters(remove_duplicate=False)}
     stored |= {name: name for name, _ in model.named_buffers()}
     known = stored | {path: path for path, _ in model.named_modules()}
@@ -34,8 +34,8 @@ def parameter_globs(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def _grouped(names: Iterable[str], key_of: Mapping[str, object]) -> dict[object, list[str]]:
-    groups: dict[object, list[str]] = {}
+def _grouped(names: Iterable[str], key_of: Mapping[str, str]) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(key_of[name], []).append(name)
     return groups
