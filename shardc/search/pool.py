@@ -42,7 +42,7 @@ class Pool:
     prices: dict[Cuts, Prices | None] = field(default_factory=dict)
 
     def distinct(self, decisions: Iterable[Decision]) -> list[Cuts]:
-        """The groups that change the program, one of those that cost the same, alone and where samples are cut."""
+        """The groups that change the program, one of those that make the same, alone and where samples are cut."""
         decisions = [each for each in decisions if self._may_cut(each.size)]
         samples = frozenset(each for each in decisions if each.kind == "samples")
         nothing = self.price(frozenset())
@@ -50,8 +50,12 @@ class Pool:
         for group in _groups(decisions):
             prices = self.price(group)
             if prices is not None and prices != nothing:
-                found.setdefault((prices, self.price(samples | group)), group)
+                found.setdefault((self._program(group), self._program(samples | group)), group)
         return list(found.values())
+
+    def _program(self, cuts: Cuts) -> object:
+        plan = self._plan(cuts)
+        return self.pricer.few.cuts(plan.stage_mesh, plan.annotations)
 
     def _may_cut(self, size: int) -> bool:
         """Whether some axis could cut a dim of this size."""
@@ -105,10 +109,11 @@ class Pool:
     def price(self, cuts: Cuts) -> Prices | None:
         """The price of a set on one axis for one block; None where it cannot be compiled."""
         if cuts not in self.prices:
-            size = min([LARGEST, self.task.devices, *(each.size for each in cuts)])
-            plan = Plan((Axis("axis", size, cuts),))
-            self.prices[cuts] = self.pricer.of_few(plan, self.task.extremes)
+            self.prices[cuts] = self.pricer.of_few(self._plan(cuts), self.task.extremes)
         return self.prices[cuts]
+
+    def _plan(self, cuts: Cuts) -> Plan:
+        return Plan((Axis("axis", min([LARGEST, self.task.devices, *(each.size for each in cuts)]), cuts),))
 
 
 def toggled(cuts: Cuts, group: Cuts) -> Cuts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, cycle, islice, product
@@ -25,8 +25,11 @@ def refine(search: Search) -> None:
     of_mesh: dict[str, Found] = {}  # other options of a plan are among its changes
     for each in search.best(len(search.found)):
         of_mesh.setdefault(str(each.plan.mesh), each)
+    refinement = _Refinement(search)
     for each in islice(of_mesh.values(), NUM_REFINED):
-        _Refinement(search).run(each)
+        refinement.run(each, refinement.moves(each.plan))
+    for each in search.best():
+        refinement.run(each, refinement.single(each.plan))
     search.tell("refined")
 
 
@@ -36,10 +39,9 @@ class _Refinement:
 
     search: Search
 
-    def run(self, start: Found) -> None:
+    def run(self, start: Found, moves: Sequence[Move]) -> None:
         """Change one thing of a plan, go on from the better one, and end once no change of it makes it better."""
         best, num_in_vain = start, 0
-        moves = self._moves(len(start.plan.axes))
         for move in cycle(moves):
             before = best
             for plan in move(before.plan):
@@ -50,10 +52,16 @@ class _Refinement:
             if num_in_vain == len(moves):
                 return
 
-    def _moves(self, num_axes: int) -> list[Move]:
+    def moves(self, plan: Plan) -> list[Move]:
         """A group more or less on an axis, other cuts of an axis, another ``Zero``."""
-        more_or_less = [partial(self._with_group, i, each) for i in range(num_axes) for each in self.search.changes]
-        return [*more_or_less, *(partial(self._with_other_cuts, i) for i in range(num_axes)), self._with_other_zero]
+        axes = range(len(plan.axes))
+        more_or_less = [partial(self._with_group, i, each) for i in axes for each in self.search.changes]
+        return [*more_or_less, *(partial(self._with_other_cuts, i) for i in axes), self._with_other_zero]
+
+    def single(self, plan: Plan) -> list[Move]:
+        """One annotation more or less, at any seed of any decision."""
+        places = [frozenset({each}) for decision in self.search.decisions for each in decision.by_seed()]
+        return [partial(self._with_group, i, each) for i in range(len(plan.axes)) for each in places]
 
     def _with_group(self, i: int, group: Cuts, plan: Plan) -> Iterator[Plan]:
         return self._with_cuts(plan, i, toggled(plan.axes[i].cuts, group))
@@ -90,7 +98,8 @@ class _Refinement:
     def _with_axis(self, plan: Plan, i: int, axis: Axis) -> Plan:
         """The plan with another axis in place of its ``i``-th; axes are named by what they cut now."""
         axes = (*plan.axes[:i], axis, *plan.axes[i + 1 :])
-        named = self.search.axes([each.size for each in axes], [each.cuts for each in axes])
+        sizes, cuts, names = zip(*((each.size, each.cuts, each.name) for each in axes), strict=True)
+        named = self.search.axes(sizes, cuts, names)
         zero = plan.zero and plan.zero.renamed({old.name: new.name for old, new in zip(plan.axes, named, strict=True)})
         pairs = zip(axes, named, strict=True)
         axes = tuple(replace(each, name=new.name, has_samples=new.has_samples) for each, new in pairs)

@@ -20,7 +20,7 @@ from itertools import chain, islice, product
 from shardc.language.partition import P
 from shardc.options import Zero
 from shardc.search.found import Found, frontier
-from shardc.search.pool import NUM_POOL, Pool, one_by_one
+from shardc.search.pool import NUM_POOL, Pool, in_order, one_by_one
 from shardc.search.pricing.price import Pricer
 from shardc.search.space.decision import Decision
 from shardc.search.space.meshes import is_possible, named_axes, shapes
@@ -40,8 +40,8 @@ Progress = Callable[[str], None]
 class Search:
     """The search of one model, whose ``found`` plans grow while it runs.
 
-    ``data`` and ``model``: the pool, sets of cuts with the samples and without them. ``changes``: the groups, and
-    decisions, that are worth a change of a plan. ``breadth``: how many plans, or pairs of sets, go on to the next
+    ``decisions``: those that change the program. ``data`` and ``model``: the pool, sets of cuts with the samples and
+    without them. ``changes``: the groups, and decisions, that are most worth a change of a plan. ``breadth``: how many plans, or pairs of sets, go on to the next
     question; three times as many plans where none fits.
     """
 
@@ -49,6 +49,7 @@ class Search:
     task: Task
     progress: Progress = lambda what: None
     breadth: int = BREADTH
+    decisions: Sequence[Decision] = ()
     data: Sequence[Cuts] = ()
     model: Sequence[Cuts] = ()
     changes: Sequence[Cuts] = ()
@@ -60,6 +61,7 @@ class Search:
         groups = pool.distinct(decisions)
         samples = frozenset(each for each in chain(*groups) if each.kind == "samples")
         others = [each for each in groups if not each <= samples]
+        self.decisions = [each for group in groups for each in in_order(group)]
         self.data, self.model = pool.sets(samples, others), pool.sets(frozenset(), others)
         self.progress(f"{len(groups)} decisions, {len(self.data) + len(self.model)} sets of them for an axis")
         foremost = [*pool.foremost(samples, others), *pool.foremost(frozenset(), others)]
@@ -186,9 +188,9 @@ class Search:
         for shape, each in product(self._shapes(num_axes), cuts):
             self.price(replace(blank, axes=self.axes(shape, each)), fastest.plan if fastest else None)
 
-    def axes(self, shape: Sequence[int], cuts: Sequence[Cuts]) -> tuple[Axis, ...]:
-        """Axes of these sizes and cuts, with the names that they have in this task."""
-        return named_axes(shape, cuts, self.task.given_axes, self.task.sample_axes)
+    def axes(self, shape: Sequence[int], cuts: Sequence[Cuts], names: Sequence[str] = ()) -> tuple[Axis, ...]:
+        """Axes of these sizes and cuts, with the names that they have in this task; ``names``: those that they had."""
+        return named_axes(shape, cuts, self.task.given_axes, self.task.sample_axes, names)
 
     # Options.
 

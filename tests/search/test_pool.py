@@ -65,3 +65,12 @@ def test_one_layer_of_a_group_is_cut_where_the_others_are_better_whole() -> None
     of_stages = [each for each in cuts if str(each).startswith("stages.")]
     assert 0 < len(of_stages) < NUM_STAGES
     assert any(str(each).startswith(f"stages.{LARGE}.") for each in of_stages)
+
+
+def test_decisions_that_cost_the_same_are_all_kept() -> None:
+    layers = [module for _ in range(8) for module in (nn.Linear(1024, 1024, device="meta"), nn.ReLU())]
+    pricer = Pricer(nn.Sequential(*layers), (torch.empty(64, 1024, device="meta"),), {})
+    decisions = decisions_of(pricer.few, tensors_of(pricer.few, pricer.model))
+    kept = frozenset().union(*Pool(pricer, Task(4, Machine({"*": "nvlink"}, "h100"))).distinct(decisions))
+    assert len(decisions) > 8
+    assert kept == frozenset(decisions)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -54,6 +54,11 @@ class Decision:
 
     def __str__(self) -> str:
         return str(self.seeds[0])
+
+    def by_seed(self) -> Iterator[Decision]:
+        """The decision, which is annotated at its first seed, and for each other seed the one annotated there."""
+        yield self
+        yield from (replace(self, seeds=(seed,)) for seed in self.seeds[1:])
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,19 +19,25 @@ def shapes(devices: int, num_axes: int) -> Iterator[tuple[int, ...]]:
 
 
 def named_axes(
-    shape: Sequence[int], cuts: Sequence[Cuts], given: Sequence[str] = (), of_samples: Collection[str] = ()
+    shape: Sequence[int],
+    cuts: Sequence[Cuts],
+    given: Sequence[str] = (),
+    of_samples: Collection[str] = (),
+    names: Sequence[str] = (),
 ) -> tuple[Axis, ...]:
     """Axes with the names that the field has for what they cut; a second one of a name has a number behind it.
 
-    ``dp`` samples, ``ep`` experts, ``cp`` positions, ``tp`` parameters. ``given``: names for axes that cut nothing but
-    what the user's annotations say, ``of_samples`` those that cut samples by them.
+    ``dp`` samples, ``ep`` experts, ``cp`` positions, ``tp`` parameters. ``given``: the names in the user's annotations,
+    for axes that had one of them in ``names``, then for axes that cut nothing but what these annotations say;
+    ``of_samples``: those that cut samples by them.
     """
-    names: list[str] = []
-    free = [name for name in given if name not in map(_name, cuts)]
-    for each in cuts:
-        name = free.pop(0) if free and not each else _name(each)
-        names.append(name if name not in names else f"{name}{sum(n.startswith(name) for n in names) + 1}")
-    axes = zip(names, shape, cuts, strict=True)
+    chosen = [name if name in given else "" for name in names] or [""] * len(cuts)
+    free = [name for name in given if name not in {*chosen, *map(_name, cuts)}]
+    for i, each in enumerate(cuts):
+        if not chosen[i]:
+            name = free.pop(0) if free and not each else _name(each)
+            chosen[i] = name if name not in chosen else f"{name}{sum(n.startswith(name) for n in chosen) + 1}"
+    axes = zip(chosen, shape, cuts, strict=True)
     return tuple(Axis(name, size, each, has_samples=name in of_samples) for name, size, each in axes)
 
 
