@@ -19,18 +19,20 @@ OF_STAGES = ("pp", "stage")
 
 def idle_axis_notes(program: Program) -> tuple[str, ...]:
     """A sentence for each axis over which no op is cut, so that all its ranks compute the same."""
-    if program.mesh is None:
-        return ()
-    sizes = {name: size for name, size in program.mesh.sizes.items() if size > 1 and name != MICROBATCH}
-    if not sizes:
-        return ()
-    ops = [node for node in program.calls if not (members(node) or is_view(node) or is_cast(node) or is_getitem(node))]
-    busy, stored = _cutting_axes(program, ops), _cutting_axes(program, program.graph.nodes)
+    idle, stored = idle_axes(program), _cutting_axes(program, program.graph.nodes)
+    sizes = {name: program.mesh.axis_size(name) for name in idle} if program.mesh else {}
     return tuple(
-        idle_axis_text(name, size, _remedy(program, name, size), name in stored)
-        for name, size in sizes.items()
-        if name not in busy
+        idle_axis_text(name, size, _remedy(program, name, size), name in stored) for name, size in sizes.items()
     )
+
+
+def idle_axes(program: Program) -> tuple[str, ...]:
+    """The axes of several ranks over which no op is cut."""
+    sizes = program.mesh.sizes if program.mesh else {}
+    names = [name for name, size in sizes.items() if size > 1 and name != MICROBATCH]
+    ops = [node for node in program.calls if not (members(node) or is_view(node) or is_cast(node) or is_getitem(node))]
+    busy = _cutting_axes(program, ops) if names else set()
+    return tuple(name for name in names if name not in busy)
 
 
 def _cutting_axes(program: Program, nodes: Iterable[fx.Node]) -> set[str]:

@@ -1,29 +1,38 @@
-"""Why a plan is as it is: for each choice, what the best plan without it costs; and what its copies cost."""
+"""Why a plan is as it is: for each choice, what the best plan without it costs; and what its copies cost.
+
+The cost of a plan that was not compiled whole is an estimate, and is said to be ``about`` that.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from shardc.language.text import bytes_text, seconds_text
 from shardc.search.found import Found
-from shardc.search.pricing.whole import Copying
+from shardc.search.pricing.whole import Copying, WholePlans
 from shardc.search.space.plan import Plan
 from shardc.search.suggestion import python_text
-from shardc.search.task import Task
 
 Alternative = tuple[str, str, Callable[[Plan], bool]]  # the choice and the other one, in words; whether a plan has that
 
 
-def reasons(chosen: Found, found: Collection[Found], task: Task, copying: Copying | None) -> tuple[str, ...]:
-    """A sentence for each choice of a plan, read off the plans that were priced beside it; and one for its copies."""
-    choices = (
-        f"{choice}: {_next_best(chosen, others, words, task)}"
-        for choice, words, has_other in _alternatives(chosen.plan)
-        if (others := [each for each in found if has_other(each.plan)])
-    )
-    return (*choices, *([] if copying is None else [_copying_text(copying)]))
+def reasons(chosen: Plan, whole: WholePlans, found: Iterable[Found]) -> tuple[str, ...]:
+    """A sentence for each choice of a plan that was compiled whole, for each idle axis, and for its copies.
+
+    ``found``: the plans that were priced besides.
+    """
+    cost, task = whole.costs[chosen], whole.task
+    others = [each for each in found if each.plan not in whole.costs] + [whole.found(plan) for plan in whole.costs]
+    others = [each for each in others if each.plan != chosen and task.permits(each.plan)]
+    choices = [
+        f"{choice}: {words} the best takes {_beside(whole, chosen, min(having, key=lambda each: each.rank(task)))}"
+        for choice, words, has_other in _alternatives(chosen)
+        if (having := [each for each in others if has_other(each.plan)])
+    ]
+    idle = [_idle_text(name, chosen.mesh.axis_size(name)) for name in cost.idle]
+    return (*choices, *idle, *([] if cost.copying is None else [_copying_text(cost.copying)]))
 
 
 def _alternatives(plan: Plan) -> Iterator[Alternative]:
@@ -50,13 +59,19 @@ def _has_other(plan: Plan, name: str, option: Any) -> Callable[[Plan], bool]:
     return lambda other: getattr(other, name) != option and other.mesh.size == plan.mesh.size
 
 
-def _next_best(chosen: Found, others: Collection[Found], words: str, task: Task) -> str:
-    """What the best of the other plans costs, beside the chosen one."""
-    best = min(others, key=lambda each: each.rank(task))
-    slower, larger = best.price.seconds / chosen.price.seconds - 1, best.price.peak - chosen.price.peak
-    time = f"{seconds_text(best.price.seconds)} a step ({slower:+.1%})"
-    fits = ", which does not fit" if best.price.peak > task.memory else ""
-    return f"{words} the best takes {time} and {bytes_text(best.price.peak)} a rank ({_signed(larger)}){fits}"
+def _beside(whole: WholePlans, chosen: Plan, other: Found) -> str:
+    """What another plan costs, beside the chosen one."""
+    price, cost = other.price, whole.costs[chosen]
+    about = "" if other.plan in whole.costs else "about "
+    slower, larger = f"{price.seconds / cost.seconds - 1:+.1%}", price.peak - cost.memory["peak"]
+    slower = "the same" if slower[1:] == "0.0%" else slower
+    fits = ", which does not fit" if price.peak > whole.task.memory else ""
+    peak = f"{bytes_text(price.peak)} a rank ({_signed(larger)})"
+    return f"{about}{seconds_text(price.seconds)} a step ({slower}) and {peak}{fits}"
+
+
+def _idle_text(axis: str, size: int) -> str:
+    return f"{axis} cuts no work: its {size} ranks compute the same, since every cut that was tried costs more"
 
 
 def _copying_text(copying: Copying) -> str:

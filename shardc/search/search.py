@@ -23,7 +23,7 @@ from shardc.search.found import Found, frontier
 from shardc.search.pool import NUM_POOL, Pool, in_order, one_by_one
 from shardc.search.pricing.price import Pricer
 from shardc.search.space.decision import Decision
-from shardc.search.space.meshes import is_possible, named_axes, shapes
+from shardc.search.space.meshes import is_possible, name_of, named_axes, shapes
 from shardc.search.space.plan import Axis, Cuts, Plan
 from shardc.search.task import Task
 
@@ -41,8 +41,8 @@ class Search:
     """The search of one model, whose ``found`` plans grow while it runs.
 
     ``decisions``: those that change the program. ``data`` and ``model``: the pool, sets of cuts with the samples and
-    without them. ``changes``: the groups, and decisions, that are most worth a change of a plan. ``breadth``: how many plans, or pairs of sets, go on to the next
-    question; three times as many plans where none fits.
+    without them. ``changes``: the groups, and decisions, that are most worth a change of a plan. ``breadth``: how many
+    plans, or pairs of sets, go on to the next question; three times as many plans where none fits.
     """
 
     pricer: Pricer
@@ -50,8 +50,8 @@ class Search:
     progress: Progress = lambda what: None
     breadth: int = BREADTH
     decisions: Sequence[Decision] = ()
-    data: Sequence[Cuts] = ()
-    model: Sequence[Cuts] = ()
+    data: list[Cuts] = field(default_factory=list)
+    model: list[Cuts] = field(default_factory=list)
     changes: Sequence[Cuts] = ()
     found: dict[Plan, Found] = field(default_factory=dict)
 
@@ -63,6 +63,8 @@ class Search:
         others = [each for each in groups if not each <= samples]
         self.decisions = [each for group in groups for each in in_order(group)]
         self.data, self.model = pool.sets(samples, others), pool.sets(frozenset(), others)
+        named = {name_of(each) for each in (*self.data, *self.model)}
+        self.model += [each for each in others if name_of(each) in self.task.names - named]
         self.progress(f"{len(groups)} decisions, {len(self.data) + len(self.model)} sets of them for an axis")
         foremost = [*pool.foremost(samples, others), *pool.foremost(frozenset(), others)]
         alone = chain.from_iterable(one_by_one(group) for group in (samples, *foremost))
@@ -81,11 +83,11 @@ class Search:
         return frontier(part.found.values())
 
     def best(self, count: int = 1) -> list[Found]:
-        """The best plans so far, one for each mesh and set of options, and for each mesh and price."""
+        """The best plans so far, one for each mesh and set of options, and for each price on axes of such sizes."""
         kinds, prices, best = set[object](), set[object](), list[Found]()
         for each in sorted(self.found.values(), key=lambda each: each.rank(self.task)):
             mesh = str(each.plan.mesh)
-            kind, price = (mesh, f"{each.plan.options}"), (mesh, each.price)
+            kind, price = (mesh, f"{each.plan.options}"), (each.plan.shape, each.price)
             if self.task.permits(each.plan) and kind not in kinds and price not in prices:
                 best.append(each)
                 kinds.add(kind)

@@ -141,11 +141,10 @@ class _Suggesting:
         if not self.whole.ranked():
             raise self._nothing()
         compile_variants(self.whole, self.pricer)
-        whole = {plan: self.whole.found(plan) for plan in self.whole.costs}
-        everything = (search.found | whole).values()
-        suggestions = [self._suggestion(plan, everything) for plan in self.whole.ranked()[: self.top]]
+        suggestions = [self._suggestion(plan, search.found.values()) for plan in self.whole.ranked()[: self.top]]
         suggestions[0] = replace(suggestions[0], hints=hints(self.whole, self.whole.ranked()[0]))
-        candidates = (_candidate(each) for each in everything if self.task.permits(each.plan))
+        everything = search.found | {plan: self.whole.found(plan) for plan in self.whole.costs}
+        candidates = (_candidate(each) for each in everything.values() if self.task.permits(each.plan))
         compiled = self.pricer.num_compiled + len(self.whole.costs)
         return Suggestions(suggestions, self._bound(), compiled, candidates)
 
@@ -169,15 +168,14 @@ class _Suggesting:
         one = self.pricer.of_all(Plan((Axis("dp", 1),)), (self.task.machine,))
         return one[0].computing / self.task.devices if one else 0.0
 
-    def _suggestion(self, plan: Plan, everything: Iterable[Found]) -> Suggestion:
-        cost, task, found = self.whole.costs[plan], self.task, self.whole.found(plan)
-        others = [each for each in everything if each.plan != plan and task.permits(each.plan)]
+    def _suggestion(self, plan: Plan, found: Iterable[Found]) -> Suggestion:
+        cost, task = self.whole.costs[plan], self.task
         limit = None if task.memory == float("inf") else int(task.memory)
         links = {name: self._link(plan, name) for name in plan.mesh.axis_names}
         return Suggestion(
             plan.mesh, self._annotations(plan), **{name: getattr(plan, name) for name in OPTIONS}, links=task.machine,
             optimizer=task.optimizer, wire=wire_on(task.wire, plan.mesh.axis_names), cost=cost, memory_limit=limit,
-            reasons=reasons(found, others, task, cost.copying), axis_links=links,
+            reasons=reasons(plan, self.whole, found), axis_links=links,
         )  # fmt: skip
 
     def _link(self, plan: Plan, axis: str) -> str:
@@ -204,7 +202,8 @@ class _Suggesting:
             self.whole.compiler.compiled(plan)
         except REFUSALS as error:
             return error
-        what = f"{self.task.devices} devices, fix={dict(self.task.sizes)}, annotations={self.task.given}"
+        sizes = {name: each[0] if len(each) == 1 else list(each) for name, each in self.task.sizes.items()}
+        what = f"{self.task.devices} devices, fix={sizes}, annotations={self.task.given}"
         problem = "no plan keeps what is fixed and can be compiled"
         return ShardingError("suggest", what, problem, "fix less, or say shardc.compile to see what a plan lacks")
 

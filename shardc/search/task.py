@@ -65,6 +65,11 @@ class Task:
         return all(sizes.get(name, 1) in allowed for name, allowed in self.sizes.items() if name != "pp")
 
     @property
+    def names(self) -> set[str]:
+        """The names of axes whose sizes are fixed, without the numbers behind them."""
+        return {name.rstrip("0123456789") for name in self.sizes}
+
+    @property
     def given_axes(self) -> tuple[str, ...]:
         """The axes that the user's annotations name."""
         return tuple(dict.fromkeys(axis for spec in self.given.values() for axis in spec.axes))

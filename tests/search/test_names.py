@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 import torch
-from torch import nn
+from search_models import chain
 
 import shardc
 from shardc.language.machine import Machine
 from shardc.search.space.names import parameter_globs
 
 MACHINE = Machine({"*": "ethernet"}, "h100")
-
-
-def chain(*widths: int) -> nn.Sequential:
-    """A chain of products, which has nothing but weights."""
-    with torch.device("meta"):
-        return nn.Sequential(*(nn.Linear(i, o, bias=False) for i, o in pairwise(widths)))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 import torch
 from attending import WIDTH, Attending
 from gpt import GPT, Config
-from search_models import transformer
+from search_models import chain, transformer
 from torch import nn
 
 import shardc
@@ -61,6 +61,29 @@ def test_long_causal_rows_are_put_in_zigzag() -> None:
 def test_suggestions_are_ordered_by_time_and_no_two_are_the_same(suggested: tuple[Suggestion, ...]) -> None:
     assert [each.seconds for each in suggested] == sorted(each.seconds for each in suggested)
     assert len({each.text() for each in suggested}) == len(suggested) > 1
+
+
+def test_no_plan_is_listed_again_with_an_idle_option_or_its_axes_in_another_order() -> None:
+    x = torch.empty(512, 256, device="meta")
+    found = shardc.suggest(chain(256, 4096, 256), 4, args=(x,), links="nvlink", device="h100", fix=NO_PIPELINE)
+    assert len({(tuple(sorted(each.mesh.sizes.values())), repr(each.cost)) for each in found}) == len(found) == 5
+
+
+def test_an_axis_that_cuts_nothing_is_named_in_the_reasons() -> None:
+    x = torch.empty(64, 512, device="meta")
+    (best, *others) = shardc.suggest(
+        chain(512, 512, 512, 512), 4, args=(x,), links="ethernet", device="h100", fix=NO_PIPELINE
+    )
+    assert not best.annotations
+    assert [each for each in best.reasons if "cuts no work: its 4 ranks compute the same" in each]
+    assert all("cuts no work" not in reason for each in others if each.annotations for reason in each.reasons)
+
+
+def test_features_are_cut_where_an_axis_for_them_is_fixed() -> None:
+    x = torch.empty(64, 512, device="meta")
+    best = shardc.suggest(chain(512, 1024, 512), 4, args=(x,), links="nvlink", device="h100", fix={"cp": 2})[0]
+    assert best.mesh.sizes["cp"] == 2
+    assert "cp" in best.annotations["input"].axes
 
 
 @pytest.mark.xdist_group("suggested")
@@ -139,7 +162,7 @@ def test_neither_no_grad_nor_evaluation_changes_what_is_suggested(suggested: tup
 
 IN_A_PROCESS = """
 import torch, shardc
-from search_models import transformer
+from search_models import chain, transformer
 model, args = transformer(width=256, samples=4, positions=32)
 for each in shardc.suggest(model, 2, args=args, links="pcie", device="h100", top=3):
     print(each.to_json())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 
 import torch
 from gpt import MLP, Attention, Block, Config
@@ -39,6 +40,12 @@ def attention_model() -> Call:
 def mlp_model(positions: tuple[int, ...] = (256,)) -> Call:
     """Two layers of two products each."""
     return _on_meta(MLP, Config(layers=2, width=1024), 8 if positions else 2048, *positions)
+
+
+def chain(*widths: int) -> nn.Sequential:
+    """A chain of products, which has nothing but weights."""
+    with torch.device("meta"):
+        return nn.Sequential(*(nn.Linear(i, o, bias=False) for i, o in pairwise(widths)))
 
 
 def _on_meta(block: type[nn.Module], config: Config, *shape: int) -> Call:

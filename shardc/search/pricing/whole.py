@@ -16,6 +16,7 @@ from shardc.costs.step import StepRecord, copies_of, rank_flops
 from shardc.costs.step_time import COMPUTING, step_timeline
 from shardc.options import OVERLAPS
 from shardc.program.communication import is_collective
+from shardc.program.idle_axes import idle_axes
 from shardc.program.program import Program
 from shardc.program.stages import has_stages
 from shardc.program.traffic import collectives_of
@@ -46,7 +47,7 @@ class Cost:
     ``seconds``: the predicted time of a step: ``computing``, with the optimizer, ``exposed``, in which a rank waits for
     collectives and copies, and ``bubble``, in which the busiest rank of a pipeline is idle. ``memory``: bytes on a rank
     by class. ``wire_bytes`` that one rank sends in ``num_collectives``; ``flops`` of one rank. ``copying``: None where
-    nothing is copied to the tier below.
+    nothing is copied to the tier below. ``idle``: the axes over which nothing is cut.
     """
 
     seconds: float
@@ -58,6 +59,7 @@ class Cost:
     num_collectives: int
     flops: int
     copying: Copying | None = None
+    idle: tuple[str, ...] = ()
 
 
 def cost_of(program: Program) -> Cost:
@@ -72,7 +74,7 @@ def cost_of(program: Program) -> Cost:
     num_collectives = sum(each.times for each in collectives)
     return Cost(
         line.makespan, computing, exposed, bubble, memory_of(program), sent, num_collectives, rank_flops(program),
-        _copying(program),
+        _copying(program), idle_axes(program),
     )  # fmt: skip
 
 
@@ -155,11 +157,17 @@ class WholePlans:
         return self.costs[plan].memory["peak"] <= self.task.memory
 
     def ranked(self) -> list[Plan]:
-        """The plans, the best first, without those that are as another one but for an option that is of no use."""
-        plans = [plan for plan in self.costs if not self._is_idle(plan)]
-        return sorted(plans, key=lambda plan: self.found(plan).rank(self.task))
+        """The plans, the best first, without those that are as another one but for an option that is of no use.
 
-    def _is_idle(self, plan: Plan) -> bool:
+        Of plans that cost the same on axes of such sizes, as with two axes in another order, the shortest.
+        """
+        plans = [plan for plan in self.costs if not self._has_idle_option(plan)]
+        ranked = sorted(plans, key=lambda plan: self.found(plan).rank(self.task))
+        kinds = {plan: (plan.shape, repr(replace(self.costs[plan], idle=()))) for plan in ranked}
+        first = {kind: plan for plan, kind in reversed(kinds.items())}
+        return [plan for plan, kind in kinds.items() if first[kind] is plan]
+
+    def _has_idle_option(self, plan: Plan) -> bool:
         """Whether another ``overlap`` is better, or none is as good; or the plan costs the same without ``saved``."""
         if plan.saved is not None and self.costs.get(replace(plan, saved=None)) == self.costs[plan]:
             return True

@@ -32,16 +32,17 @@ def named_axes(
     ``of_samples``: those that cut samples by them.
     """
     chosen = [name if name in given else "" for name in names] or [""] * len(cuts)
-    free = [name for name in given if name not in {*chosen, *map(_name, cuts)}]
+    free = [name for name in given if name not in {*chosen, *map(name_of, cuts)}]
     for i, each in enumerate(cuts):
         if not chosen[i]:
-            name = free.pop(0) if free and not each else _name(each)
+            name = free.pop(0) if free and not each else name_of(each)
             chosen[i] = name if name not in chosen else f"{name}{sum(n.startswith(name) for n in chosen) + 1}"
     axes = zip(chosen, shape, cuts, strict=True)
     return tuple(Axis(name, size, each, has_samples=name in of_samples) for name, size, each in axes)
 
 
-def _name(cuts: Cuts) -> str:
+def name_of(cuts: Cuts) -> str:
+    """The name of an axis with these cuts."""
     kinds = {each.kind for each in cuts}
     if "samples" in kinds or not kinds:
         return "dp"

@@ -78,6 +78,11 @@ class Plan:
         return Mesh(device_ids=None, **sizes or {axis.name: axis.size for axis in self.axes})
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of the mesh's axes in ascending order."""
+        return tuple(sorted(self.mesh.sizes.values()))
+
+    @property
     def options(self) -> dict[str, Any]:
         """The options that it has, by name."""
         return {name: option for name in OPTIONS if (option := getattr(self, name)) is not None}
