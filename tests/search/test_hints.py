@@ -17,7 +17,7 @@ from shardc.search.suggestion import Suggestion
 DEVICE = Device({"float32": 1e9}, 1e10)
 ETHERNET = Machine({"*": Link(1e-6, 1e6, name="ethernet")}, DEVICE)
 WAYS: dict[str, Any] = {"args": (torch.zeros(8, 16, dtype=torch.long),), "top": 2}
-GIVEN: dict[str, Any] = {"annotations": {"ids": P("dp")}}  # no parameter is cut
+GIVEN: dict[str, Any] = {"annotations": {"ids": P("dp"), "param:*": P()}}  # no parameter is cut
 
 
 def suggested(links: Machine, zero: int = 0, **ways: Any) -> tuple[Residual, Suggestion, Suggestion]:
