@@ -115,7 +115,11 @@ def _reductions(program: Program, sizes: Mapping[fx.Node, int], where: Mapping[f
 
     def close(read: Iterable[fx.Node]) -> None:
         closed = awaited(read)
-        done.extend(open_.pop(key) for key in list(open_) if key in closed)
+        done.extend(open_.pop(key) for key in in_turn() if key in closed)
+
+    def in_turn() -> list[object]:
+        """The keys of open buckets, those of what others read first."""
+        return sorted(open_, key=lambda key: steps[open_[key][0]])
 
     for node in program.graph.nodes:
         if node not in keys or not waits:
@@ -124,7 +128,7 @@ def _reductions(program: Program, sizes: Mapping[fx.Node, int], where: Mapping[f
             open_.setdefault(keys[node], []).append(node)
             if sum(map(sizes.__getitem__, open_[keys[node]])) >= full[keys[node]]:
                 close([node])
-    return [*done, *open_.values()]
+    return [*done, *(open_[key] for key in in_turn())]
 
 
 def _join_reductions(program: Program, buckets: Iterable[list[fx.Node]]) -> None:

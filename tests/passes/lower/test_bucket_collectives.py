@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc import Mesh, P, ShardingError, Zero
+from shardc.language.machine import Machine
 from shardc.program.communication import deferrable, is_collective, members
 from shardc.program.traffic import collectives_of
 from shardc.runtime.comm.comm import BucketLayout
@@ -180,3 +181,24 @@ def test_parameters_gathered_together_are_freed_one_by_one() -> None:
     layout = BucketLayout.of(made.program, node)
     results = layout.unpack(torch.ones(2, sum(math.prod(shape) for shape in layout.shapes)))
     assert [each.untyped_storage().nbytes() for each in results] == [each.nbytes for each in results]
+
+
+def test_sums_in_three_steps_are_joined_in_their_order() -> None:
+    """Gradients are summed over the fast axis of data, over positions, and over the slow axis of data.
+
+    Buckets of the second step are full before those of the third one, which read several of them.
+    """
+    mesh, data, every = Mesh(dp=2, cp=2, fast=2), ("dp", "fast"), ("dp", "cp", "fast")
+    annotations = {
+        "ids": P(data, "cp", ...), "targets": P(data, "cp", ...), "*.attn.proj.weight": P(data, ...),
+        "*.qkv.weight": P(every, ...), "*.up.weight": P(every, ...), "*.down.weight": P(P.OPEN, every, ...),
+        "tokens.weight": P(("cp", "fast"), ...), "module:positions": P(P.OPEN, "fast", ...),
+    }  # fmt: skip
+    with torch.device("meta"):
+        model = GPT(Config(vocab=512, context=64, layers=2, heads=12, width=768))
+        batch = torch.zeros(8, 64, dtype=torch.long)
+    links = Machine({"*": "nvlink"}, "h100", node=4, between="infiniband")
+    zero = Zero(data, 2, gather_over="fast")
+    program = shardc.compile(model, mesh, annotations, args=(batch, batch), zero=zero, links=links).program
+    of_backward = {found.axes for found in collectives_of(program) if found.phase == "backward"}
+    assert {("fast",), ("cp",), ("dp",)} <= of_backward
