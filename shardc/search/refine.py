@@ -29,7 +29,7 @@ def refine(search: Search) -> None:
     for each in islice(of_mesh.values(), NUM_REFINED):
         refinement.run(each, refinement.moves(each.plan))
     for each in search.best():
-        refinement.run(each, refinement.single(each.plan))
+        refinement.run(each, refinement.single(each.plan), clearly=1.0)
     search.tell("refined")
 
 
@@ -39,13 +39,16 @@ class _Refinement:
 
     search: Search
 
-    def run(self, start: Found, moves: Sequence[Move]) -> None:
-        """Change one thing of a plan, go on from the better one, and end once no change of it makes it better."""
+    def run(self, start: Found, moves: Sequence[Move], clearly: float = CLEARLY) -> None:
+        """Change one thing of a plan, go on from the better one, and end once no change of it makes it better.
+
+        A plan that takes ``clearly`` longer for one block is not priced for the whole model.
+        """
         best, num_in_vain = start, 0
         for move in cycle(moves):
             before = best
             for plan in move(before.plan):
-                found = self.search.price(plan, before.plan, CLEARLY)
+                found = self.search.price(plan, before.plan, clearly)
                 if found is not None and found.is_better(best, self.search.task):
                     best = found
             num_in_vain = num_in_vain + 1 if best is before else 0
