@@ -13,7 +13,7 @@ the one with fewer options and annotations is better.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice, product
 
@@ -25,15 +25,13 @@ from shardc.search.pricing.price import Pricer
 from shardc.search.space.decision import Decision
 from shardc.search.space.meshes import is_possible, name_of, named_axes, shapes
 from shardc.search.space.plan import Axis, Cuts, Plan
-from shardc.search.task import Task
+from shardc.search.task import Progress, Task
 
 BREADTH = 8
 BREADTH_OF_STAGES = 2  # for the devices of a pipeline's stage
 NUM_SIMPLE, NEAR = 3, 1.02  # short plans that are compiled whole where they take no longer than this times the best
 AMPLE = 0.5  # a plan with a peak of less than this part of the memory need not save any
 GAIN = 0.8  # options make a plan no faster than this part of its time
-
-Progress = Callable[[str], None]
 
 
 @dataclass(eq=False)

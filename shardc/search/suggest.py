@@ -25,12 +25,12 @@ from shardc.search.pricing.whole import WholeCompiler, WholePlans
 from shardc.search.question import AXES, check_counts, question, sample_axes, with_batch
 from shardc.search.reasons import reasons
 from shardc.search.refine import refine
-from shardc.search.search import Progress, Search
+from shardc.search.search import Search
 from shardc.search.space.decision import decisions_of, tensors_of
 from shardc.search.space.plan import OPTIONS, Axis, Plan
 from shardc.search.space.shorten import Annotations, shortened
 from shardc.search.suggestion import Suggestion, Suggestions, plan_text
-from shardc.search.task import Objective, Task
+from shardc.search.task import Objective, Progress, Task
 from shardc.search.variants import compile_variants
 from shardc.wire import Wire, check_wire, wire_on
 

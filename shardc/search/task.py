@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from shardc.search.space.plan import Axis, Plan
 from shardc.wire import Wire
 
 Objective = Literal["time", "memory"]
+Progress = Callable[[str], None]  # is told what a search does
 
 
 @dataclass(frozen=True, slots=True)

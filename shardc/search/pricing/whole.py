@@ -23,9 +23,8 @@ from shardc.program.traffic import collectives_of
 from shardc.search.found import Found
 from shardc.search.pricing.compiling import REFUSALS
 from shardc.search.pricing.price import Price
-from shardc.search.search import Progress
 from shardc.search.space.plan import Plan
-from shardc.search.task import Task
+from shardc.search.task import Progress, Task
 
 
 @dataclass(frozen=True, slots=True)
