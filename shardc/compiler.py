@@ -270,7 +270,7 @@ def capture_model(model: nn.Module, request: Request, matched: Matched, symbols:
 
     ``symbols``: for dims of inputs that may have other sizes.
     """
-    args, kwargs = _call_of_group(model, request)
+    args, kwargs = call_of_group(model, request)
     return capture(model, args, kwargs, **_about_capture(request, matched), symbols=symbols)
 
 
@@ -283,7 +283,7 @@ def keep_capture(known: Compiled, model: nn.Module, request: Request, matched: M
     captured = known.captured
     if captured is None:
         return capture_model(model, request, matched)
-    args, kwargs = _call_of_group(model, request)
+    args, kwargs = call_of_group(model, request)
     if is_same_capture(captured, model, args, kwargs, **_about_capture(request, matched)):
         has_same_rules = all(op_rule(target) is entry for target, entry in known.rules.items())
         return captured if has_same_rules else replace(captured, program=captured.program.unbound())
@@ -296,7 +296,7 @@ def keep_capture(known: Compiled, model: nn.Module, request: Request, matched: M
         raise
 
 
-def _call_of_group(model: nn.Module, request: Request) -> tuple[Sequence[Any], Mapping[str, Any]]:
+def call_of_group(model: nn.Module, request: Request) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """The example inputs of one group of ranks, where groups train by themselves."""
     local, mesh = request.options.local, request.mesh
     if local is None or mesh.axis_size(local.axis) == 1:
