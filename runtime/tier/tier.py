@@ -100,9 +100,8 @@ class Tier:
 
     def _empty_like(self, x: Tensor) -> Tensor:
         """Memory in the tier with the strides of a tensor, which kernels of backward may rely on."""
-        order = sorted(range(x.ndim), key=x.stride().__getitem__, reverse=True)  # of dims in memory, major first
-        ordered = self.empty([x.shape[dim] for dim in order], x.dtype)
-        return ordered.permute([order.index(dim) for dim in range(x.ndim)])
+        strides = torch.empty_like(x, device="meta").stride()  # those of a tensor without gaps
+        return self.empty(x.shape, x.dtype).as_strided(x.shape, strides)
 
     def _after(self, mark: Any, copy: Tensor, held: Tensor) -> Tensor:
         """A copy once computation waits for it; the memory that is copied is ``held`` until then."""
