@@ -181,7 +181,8 @@ class Making:
     """A model on its way through the compiler.
 
     State: ``kept``, the programs that later passes do not change, by the name of the pass before them, and functions
-    that make earlier ones; ``seconds`` of each pass; ``unused``, an error for each annotation without effect.
+    that make earlier ones; ``seconds`` of each pass; ``unused``, an error for each annotation without effect;
+    ``of_groups``, those of which groups of ranks have a part each.
     """
 
     model: nn.Module
@@ -189,12 +190,14 @@ class Making:
     kept: dict[str, Any] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     unused: list[ShardingError] = field(default_factory=list)
+    of_groups: set[str] = field(default_factory=set)
     start: float = field(default_factory=time.perf_counter)
 
     def begin(self, captured: Captured, matched: Matched) -> Program:
         """The program that the first pass takes."""
         pins = resolve_pins(captured.program, self.request, matched)
         self.unused += unused_annotations(captured.program, matched, pins)
+        self.of_groups = matched.of_groups
         if self.request.strict:
             raise_all(self.unused)
         self.kept[CAPTURE] = first_program(captured.program, self.request, pins)
@@ -215,7 +218,8 @@ class Making:
                 self.kept[name] = program
             if name == PROPAGATED.__name__:
                 unannotated = self.kept[UNANNOTATED.__name__]
-                self.unused += map(idle_error, idle_annotations(unannotated, program))
+                idle = idle_annotations(unannotated, program)
+                self.unused += [idle_error(text) for text in idle if text not in self.of_groups]
 
         return run_passes(program, watch, after, until, keep=keep)
 
@@ -266,7 +270,7 @@ def capture_model(model: nn.Module, request: Request, matched: Matched, symbols:
 
     ``symbols``: for dims of inputs that may have other sizes.
     """
-    args, kwargs = _call_of_group(model, request)
+    args, kwargs = call_of_group(model, request)
     return capture(model, args, kwargs, **_about_capture(request, matched), symbols=symbols)
 
 
@@ -279,7 +283,7 @@ def keep_capture(known: Compiled, model: nn.Module, request: Request, matched: M
     captured = known.captured
     if captured is None:
         return capture_model(model, request, matched)
-    args, kwargs = _call_of_group(model, request)
+    args, kwargs = call_of_group(model, request)
     if is_same_capture(captured, model, args, kwargs, **_about_capture(request, matched)):
         has_same_rules = all(op_rule(target) is entry for target, entry in known.rules.items())
         return captured if has_same_rules else replace(captured, program=captured.program.unbound())
@@ -292,7 +296,7 @@ def keep_capture(known: Compiled, model: nn.Module, request: Request, matched: M
         raise
 
 
-def _call_of_group(model: nn.Module, request: Request) -> tuple[Sequence[Any], Mapping[str, Any]]:
+def call_of_group(model: nn.Module, request: Request) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """The example inputs of one group of ranks, where groups train by themselves."""
     local, mesh = request.options.local, request.mesh
     if local is None or mesh.axis_size(local.axis) == 1:

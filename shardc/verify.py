@@ -8,7 +8,7 @@ Some models magnify the rounding of float32, such as deep ones with batch norms 
 device is off by more than the tolerance already, four times that distance is allowed, and the output says so.
 
 With the option ``wire``, nodes that encode and decode run, but codes are the values themselves: what is compared is the
-plan, and not the error of a codec.
+plan, and not the error of a codec. With ``local`` one group of ranks is compared, on its part of the batch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from shardc.api import Compiled, compile
 from shardc.capture.call import call_leaves, named_arguments, output_leaves, rebuild_call
 from shardc.capture.model import borrow, computed_tensors
 from shardc.capture.objects import preserved
+from shardc.compiler import call_of_group
 from shardc.language.mesh import Mesh
 from shardc.language.sharding import dtype_name
 from shardc.language.text import table
@@ -93,7 +94,6 @@ def verify(
     if given.get("wire"):
         given["wire"] = {key: codec and VALUES.name for key, codec in given["wire"].items()}
         given["momentum"] = None  # which has no meaning without codes
-    given["local"] = None  # what one group computes is what all of them do without it, on its part of the batch
     exact: dict[tuple[Check, str], _Exact] = {}
     for dtype in TOLERANCES:
         copied = _in_dtype(copy.deepcopy(model, computed_tensors(model)), dtype)
@@ -158,9 +158,11 @@ class _Run:
         """Ranks and the single device draw the same numbers; against eager nothing is drawn."""
         compiled = self._compile(self.model)
         watch(compiled)
-        with self._step(f"{self.mesh.size} virtual ranks"), _default_dtype(self.dtype):
-            sharded = _by_name(compiled.simulate(*self.args, **self.kwargs))
-        single = self._on_single_device(compiled)
+        assert compiled.request is not None
+        args, kwargs = call_of_group(self.model, replace(compiled.request, args=self.args, kwargs=self.kwargs))
+        with self._step(self._ranks_text()), _default_dtype(self.dtype):
+            sharded = _by_name(compiled.simulate(*args, **kwargs))
+        single = self._on_single_device(compiled, args, kwargs)
         canonical = compiled.at("canonicalize")
         nodes = zip(canonical.inputs, canonical.placeholders, strict=True)
         draws = any(input_.kind == "random" and bool(node.users) for input_, node in nodes)
@@ -172,13 +174,19 @@ class _Run:
             for module in quiet.modules():
                 module.training = module.training and isinstance(module, BATCH_NORMS)
             compiled = self._compile(quiet)
-            single = self._on_single_device(compiled)
+            single = self._on_single_device(compiled, args, kwargs)
         with self._step("eager"), _casting_to(self.dtype, {**CASTS, **KERNELS}):
-            eager = self._eager(quiet, compiled.program)
+            eager = self._eager(quiet, compiled.program, args, kwargs)
         yield from self._between("single device against eager", single, eager)
 
     def _step(self, what: str) -> AbstractContextManager[None]:
         return self.progress(f"{dtype_name(self.dtype)}: {what}")
+
+    def _ranks_text(self) -> str:
+        local = self.options.get("local")
+        if local is None:
+            return f"{self.mesh.size} virtual ranks"
+        return f"{local.group_mesh(self.mesh).size} virtual ranks of one group"
 
     def _between(self, check: Check, values: Values, expected: Values) -> Iterator[Difference]:
         """The differences of what a check names first from what it names second."""
@@ -197,18 +205,18 @@ class _Run:
                 model, self.mesh, self.annotations, args=self.args, kwargs=self.kwargs, train=self.train, **self.options
             )
 
-    def _on_single_device(self, compiled: Compiled) -> Values:
+    def _on_single_device(self, compiled: Compiled, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Values:
         with self._step("single device"), _default_dtype(self.dtype):
-            return _by_name(compiled.run(interpret, compiled.at("canonicalize"), self.args, self.kwargs))
+            return _by_name(compiled.run(interpret, compiled.at("canonicalize"), args, kwargs))
 
-    def _eager(self, model: nn.Module, program: Program) -> Values:
+    def _eager(self, model: nn.Module, program: Program, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Values:
         """Outputs of the user's model, and gradients of the outputs that the program starts backward from."""
         inputs = {
             name: value.detach().clone().requires_grad_(value.requires_grad)
-            for name, value in call_leaves(model.forward, self.args, self.kwargs)[0]
+            for name, value in call_leaves(model.forward, args, kwargs)[0]
             if isinstance(value, Tensor)
         }
-        args, kwargs = rebuild_call(model.forward, self.args, self.kwargs, inputs)
+        args, kwargs = rebuild_call(model.forward, args, kwargs, inputs)
         before = preserved(named_arguments(model.forward, args, kwargs))
         with borrow(model, self.train), before, torch.set_grad_enabled(self.train):
             outputs = dict(output_leaves(model(*args, **kwargs))[1])

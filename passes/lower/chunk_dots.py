@@ -52,11 +52,28 @@ def chunk_dots(program: Program) -> Program:
     if way == AUTO:
         return chunked if has_rings and _step_seconds(chunked) < _step_seconds(program) else program
     left = ", ".join(f"{number} {why}" for why, number in Counter(_left_plain(chunked)).items())
-    notes = [*([] if has_rings else [NO_DOT_RING]), *([f"{LEFT_PLAIN}: {left}"] if left else [])]
+    notes = [f"{LEFT_PLAIN}: {left}"] if left else []
+    if not has_rings:
+        notes = [f"{NO_DOT_RING}, as {CHUNKS_NEEDED if left or _has_sums(program) else NOTHING_WAITS}", *notes]
     return replace(chunked, notes=(*chunked.notes, *notes))
 
 
 LEFT_PLAIN = "overlap='ring' leaves gathers before products, or sums after them, as they are"
+CHUNKS_NEEDED = (
+    "none reads a gathered value, or makes a scattered sum, in even chunks: cut the positions between layers by the "
+    "axis that cuts weights"
+)
+NOTHING_WAITS = (
+    "none waits for other ranks: weights are gathered, and their gradients summed, beside products already; leave "
+    "overlap out"
+)
+
+
+def _has_sums(program: Program) -> bool:
+    """Whether products make sums over ranks that more than gradients of parameters wait for."""
+    gradients = only_to_gradients(program) | {program.output_node}
+    products = program.graph.find_nodes(op="call_function", target=dot)
+    return any(program.sharding(each).partial and not gradients.issuperset(each.users) for each in products)
 
 
 def _left_plain(program: Program) -> Iterator[str]:

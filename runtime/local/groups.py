@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shardc.capture.annotations import Spec, dims_of_groups
 from shardc.capture.call import call_leaves, part_of_call, part_of_group
-from shardc.language.errors import OptionError, ShardingError
+from shardc.language.errors import OptionError
 from shardc.language.mesh import Mesh
 from shardc.options import Local
 
@@ -25,6 +25,7 @@ from ..comm.dtensor import own_part
 from ..comm.failure import waiting
 from ..comm.process_group import all_gather
 from ..comm.scatter import broadcast
+from ..module.initial import check_alike
 
 
 class Groups:
@@ -85,15 +86,10 @@ class Groups:
             broadcast(list(_stored(tensors).values()), self.line, self.comm.device)
 
     def _compare(self, tensors: Mapping[str, Tensor]) -> None:
-        numbers = torch.stack([checksum(each).to(self.comm.device) for each in _stored(tensors).values()])
-        first, *others = all_gather(numbers.unsqueeze(0), self.line, 0)()
-        for rank, other in zip(self.ranks[1:], others, strict=True):
-            for name, is_same in zip(_stored(tensors), (first == other).tolist(), strict=True):
-                if not is_same:
-                    what = f"its values on rank {self.ranks[0]} and rank {rank} differ"
-                    problem = "initial='check': all groups must come with one model"
-                    remedy = "seed all ranks alike before they make it, or leave initial out"
-                    raise ShardingError(repr(name), what, problem, remedy)
+        stored = _stored(tensors)
+        numbers = torch.stack([checksum(each).to(self.comm.device) for each in stored.values()])
+        rows = [row.tolist() for row in all_gather(numbers.unsqueeze(0), self.line, 0)()]
+        check_alike([repr(name) for name in stored], rows, self.ranks, "groups")
 
 
 def _stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Literal, NoReturn, get_args
 
@@ -103,17 +104,9 @@ class InitialValues:
 
     def _compare_values(self, tensors: ModelTensors) -> None:
         values = {key: each for key, each in tensors.items() if is_sent(each)}
-        numbers = [int(checksum(each)).to_bytes(8, "big", signed=True) for each in values.values()]
-        first, *others = self._from_all(b"".join(numbers))
-        for i, (kind, name) in enumerate(values):
-            number = slice(8 * i, 8 * i + 8)
-            if differing := [rank for rank, other in enumerate(others, 1) if other[number] != first[number]]:
-                one, two = self.ranks[0], self.ranks[differing[0]]
-                raise ShardingError(
-                    f"{kind} {name!r}", f"its values on rank {one} and rank {two} differ",
-                    "initial='check': all ranks must come with one model",
-                    f"seed all ranks alike before they make it, or leave initial out to start from rank {one}'s",
-                )  # fmt: skip
+        numbers = array("q", [int(checksum(each)) for each in values.values()])
+        rows = [array("q", row) for row in self._from_all(numbers.tobytes())]
+        check_alike([f"{kind} {name!r}" for kind, name in values], rows, self.ranks, "ranks")
 
     def _raise_difference(self, text: bytes) -> None:
         one, *others = (dict(line.split(": ", 1) for line in row.decode().splitlines()) for row in self._from_all(text))
@@ -130,6 +123,16 @@ class InitialValues:
             return [data]
         by_rank = dict(zip(self.agreement.ranks, self.agreement.exchange(data), strict=True))
         return [by_rank[rank] for rank in self.ranks]
+
+
+def check_alike(names: Sequence[str], rows: Sequence[Sequence[int]], ranks: Sequence[int], who: str) -> None:
+    """ShardingError for the first tensor whose checksum differs: ``rows`` has those of all tensors on each rank."""
+    for name, (first, *others) in zip(names, zip(*rows, strict=True), strict=True):
+        if differing := [rank for rank, other in zip(ranks[1:], others, strict=True) if other != first]:
+            what = f"its values on rank {ranks[0]} and rank {differing[0]} differ"
+            problem = f"initial='check': all {who} must come with one model"
+            remedy = f"seed all ranks alike before they make it, or leave initial out to start from rank {ranks[0]}'s"
+            raise ShardingError(name, what, problem, remedy)
 
 
 def _on_meta(tensors: ModelTensors) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -23,13 +23,14 @@ from ..comm.dtensor import own_part
 from ..execute.deferred import Totals
 from .blocks import Blocks, part_of, steps_in_blocks
 from .tier import Tier
+from .worker import Worker
 
 # Their steps of a parameter read nothing of others, and need no collective where a parameter is cut.
 ELEMENTWISE = (
     optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW, optim.ASGD, optim.NAdam, optim.RAdam,
     optim.RMSprop, optim.Rprop, optim.SGD,
 )  # fmt: skip
-WORKER = ThreadPoolExecutor(1, "shardc-step")  # it starts at the first step; a kernel's own threads stay with it
+WORKER = Worker("shardc-step")  # it starts at the first step; a kernel's own threads stay with it
 MOST_WAITING, MOST_BYTES = 2, 2**24  # gradients, each of which is alive until its step is done, or one that is larger
 
 
@@ -63,6 +64,9 @@ class SteppingInBackward:
             hook.remove()
         self.stepped.clear()
         if error is None:
+            if not all(step.done() for step, _ in waiting):
+                what, problem = "in a process that was forked in its block", "steps had begun in the other process"
+                raise OrderError("step_in_backward", what, problem, "fork before the block, or after it")
             for step, _ in waiting:
                 step.result()
             if self._is_read_twice:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from typing import Any
 
@@ -15,8 +14,9 @@ from shardc.options.zero import HOST, Zero
 
 from .files import empty_in, folder_of, read, write
 from .host import Host
+from .worker import Worker
 
-TRANSFERRING = ThreadPoolExecutor(1, "shardc-fetch")  # one for all, in the order in which they submit: it has a stack
+TRANSFERRING = Worker("shardc-fetch")  # one for all, in the order in which they submit: it has a stack
 
 
 class Tier:
@@ -27,7 +27,6 @@ class Tier:
 
     def __init__(self, folder: str | None, device: torch.device) -> None:
         self.folder, self.device, self._host = folder, device, Host(device)
-        self._reader = TRANSFERRING
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory in the tier."""
@@ -61,7 +60,7 @@ class Tier:
             return wait
         with torch.inference_mode(False):  # it may be kept, and fetched again outside of that mode
             copy = torch.empty(x.shape, dtype=x.dtype) if into is None else into
-        return self._reader.submit(_copied, copy, x).result
+        return TRANSFERRING.submit(_copied, copy, x).result
 
     def offload(self, x: Tensor) -> Callable[[], Tensor]:
         """Start a copy in the tier; returns a function that waits for it. What code that is compiled returns stays."""
@@ -101,9 +100,8 @@ class Tier:
 
     def _empty_like(self, x: Tensor) -> Tensor:
         """Memory in the tier with the strides of a tensor, which kernels of backward may rely on."""
-        order = sorted(range(x.ndim), key=x.stride().__getitem__, reverse=True)  # of dims in memory, major first
-        ordered = self.empty([x.shape[dim] for dim in order], x.dtype)
-        return ordered.permute([order.index(dim) for dim in range(x.ndim)])
+        strides = torch.empty_like(x, device="meta").stride()  # those of a tensor without gaps
+        return self.empty(x.shape, x.dtype).as_strided(x.shape, strides)
 
     def _after(self, mark: Any, copy: Tensor, held: Tensor) -> Tensor:
         """A copy once computation waits for it; the memory that is copied is ``held`` until then."""

@@ -33,18 +33,20 @@ Spec = P | Sequence[Any]
 class Match:
     """The annotation of one value: ``kind`` is ``param`` (buffers too), ``input``, ``module`` or ``output``.
 
-    The name of an output is still a pattern: outputs are known only after capture.
+    The name of an output is still a pattern: outputs are known only after capture. ``of_all``: what the user wrote,
+    where ``spec`` is what it says on the ranks of one group.
     """
 
     kind: str
     name: str
     spec: P
     pattern: str
+    of_all: P | None = None
 
     @property
     def text(self) -> str:
         """The annotation as the user wrote it."""
-        return f"{self.pattern}: {self.spec!r}"
+        return f"{self.pattern}: {self.of_all or self.spec!r}"
 
     def who(self, kind: str) -> str:
         """The value in an error: its kind and name, and the pattern where that differs."""
@@ -54,15 +56,24 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """The annotated values, each once, in the order of the annotations; ``texts``: all annotations."""
+    """The annotated values, each once, in the order of the annotations; ``texts``: all annotations.
+
+    ``unused``: errors for annotations that are left out, since they have no effect.
+    """
 
     entries: tuple[Match, ...]
     texts: tuple[str, ...] = ()
+    unused: tuple[ShardingError, ...] = ()
 
     @property
     def modules(self) -> dict[str, Match]:
         """The annotations of modules' outputs, by module path: they are needed during capture."""
         return {entry.name: entry for entry in self.entries if entry.kind == "module"}
+
+    @property
+    def of_groups(self) -> set[str]:
+        """The annotations of inputs, of which each group of ranks has a part."""
+        return {entry.text for entry in self.entries if entry.kind == "input" and entry.of_all is not None}
 
 
 def match(
@@ -115,8 +126,8 @@ def dims_of_groups(
 def within_group(matched: Matched, axis: str) -> Matched:
     """What annotations say on the ranks of one group of those along an axis: the same without the axis.
 
-    Those that name no other axis are left out. Raises a ShardingError for a parameter that is cut by the axis, and for
-    an input that another axis cuts before.
+    Those that name no other axis are left out, which is without effect but on inputs. Raises a ShardingError for a
+    parameter that is cut by the axis, and for a value that another axis cuts before.
     """
     cut = [entry for entry in matched.entries if axis in entry.spec.axes]
     problem = f"groups along {axis} have all parameters, each of its own"
@@ -126,9 +137,20 @@ def within_group(matched: Matched, axis: str) -> Matched:
     ])  # fmt: skip
     for entry in cut:
         _first_cut(entry, axis)
-    others = (entry for entry in matched.entries if entry.spec.axes != (axis,) or entry.spec.rest_open)
-    entries = tuple(replace(entry, spec=entry.spec.without(axis)) for entry in others)
-    return Matched(entries, tuple(dict.fromkeys(entry.text for entry in entries)))
+
+    def is_left_out(entry: Match) -> bool:
+        return entry.spec.axes == (axis,) and not entry.spec.rest_open
+
+    entries = tuple(
+        replace(entry, spec=entry.spec.without(axis), of_all=entry.spec) if axis in entry.spec.axes else entry
+        for entry in matched.entries
+        if not is_left_out(entry)
+    )
+    own = filter(is_left_out, (entry for entry in cut if entry.kind != "input"))
+    idle = {entry.text: f"the {entry.kind} {entry.name!r}" for entry in own}
+    problem, remedy = f"groups along {axis} compute it each by itself", "cut it by another axis"
+    unused = tuple(_no_effect(text, what, problem, remedy) for text, what in idle.items())
+    return Matched(entries, tuple(dict.fromkeys(entry.text for entry in entries)), unused)
 
 
 def _first_cut(entry: Match, axis: str) -> int:
@@ -371,6 +393,7 @@ def unmatched(pattern: str, names: Names) -> ShardingError:
 
 def unused_annotations(captured: Program, matched: Matched, pins: Collection[Pin]) -> Iterator[ShardingError]:
     """An error for each annotation without effect: a note, or raised by ``strict``; ``pins``: the resolved ones."""
+    yield from matched.unused
     used = {arguments(node)["text"] for node in captured.calls if is_annotation(node)} | {pin.text for pin in pins}
     modules = {entry.text: entry.name for entry in matched.entries if entry.kind == "module"}
     for text in matched.texts:

@@ -26,6 +26,10 @@ def run(options: argparse.Namespace) -> int:
         target.model, options.mesh, annotations, args=target.args, kwargs=target.kwargs, train=options.train,
         options=compile_options(options), progress=progress,
     )  # fmt: skip
-    told = "\nvalues were sent as they are, where --wire sends codes: dump has the error of each codec\n"
-    write(differences_text(differences) + (told if options.wire else ""), None)
+    told = ""
+    if options.wire:
+        told += "\nvalues were sent as they are, where --wire sends codes: dump has the error of each codec\n"
+    if options.local:
+        told += "\none group of --local was compared, on its part of the batch; outer steps are left out\n"
+    write(differences_text(differences) + told, None)
     return GOOD if all(each.is_small for each in differences) else CHECK_FAILED

@@ -243,10 +243,7 @@ def idle_axis_text(name: str, size: int, remedy: str, is_stored: bool = False) -
 
 
 NO_RING = "attention='ring' makes no ring of any attention"
-NO_DOT_RING = (
-    "overlap='ring' makes no ring of any product, as none reads a gathered value, or makes a scattered sum, in even "
-    "chunks: cut the positions between layers by the axis that cuts weights"
-)
+NO_DOT_RING = "overlap='ring' makes no ring of any product"
 NO_CODES = "no collective that carries more than a few floats is meant by it"
 
 

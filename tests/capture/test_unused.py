@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardc
-from shardc import Mesh, P, Pipeline, ShardingError
+from shardc import Local, Mesh, P, Pipeline, ShardingError
 from shardc.cli.main import main
 
 MESH = Mesh(dp=2, tp=2)
@@ -87,6 +87,28 @@ def test_strict_refuses_an_annotation_without_effect() -> None:
         "  leave it out, or annotate what is in the model"
     )
     compile({"x": P("dp"), "up.bias": P()}, strict=True)
+
+
+OF_GROUPS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "a module": ({"up": P("tp")}, ["up: P('tp')"]),
+    "modules that a pattern matches": ({"module:*": P(None, "tp")}, ["module:*: P(None, 'tp')"]),
+    "an output": ({"output:*": P("tp")}, ["output:*: P('tp')"]),
+    "another axis too": ({"up": P(("tp", "dp"))}, []),
+    "no axis of groups": ({"up": P(None, "dp")}, []),
+}
+
+
+@pytest.mark.parametrize("name", OF_GROUPS)
+def test_an_annotation_that_cuts_what_each_group_has_of_its_own_has_a_note(name: str) -> None:
+    annotations, idle = OF_GROUPS[name]
+    given = {"x": P(("tp", "dp")), "y": P(("tp", "dp")), **annotations}
+    program = compile(given, local=Local("tp", 4))
+    why = "groups along tp compute it each by itself; leave it out, or cut it by another axis"
+    notes = [note for note in program.program.notes if "no effect" in note]
+    assert notes == [f"annotation {text} has no effect: {why}" for text in idle]
+    if idle:
+        with pytest.raises(ShardingError, match=r"groups along tp compute it each by itself\n  leave it out"):
+            compile(given, local=Local("tp", 4), strict=True)
 
 
 @pytest.mark.parametrize("command", ["dump", "verify"])

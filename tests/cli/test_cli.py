@@ -10,7 +10,7 @@ import pytest
 import torch
 from targets import mlp
 
-from shardc import Mesh, P, compile, verify
+from shardc import Local, Mesh, P, compile, verify
 from shardc.cli import dump
 from shardc.cli.main import main
 from shardc.cli.targets.target import TargetOptions, load_target
@@ -117,6 +117,21 @@ def test_verify_holds_outputs_and_gradients_in_two_dtypes(capsys: pytest.Capture
     for check in (check.format(dtype) for check in checks for dtype in ("float64", "float32")):
         assert f"{check}: 6 tensors agree" in out
     assert "gradient up.weight" in out
+
+
+def test_verify_compares_the_program_of_one_group(capsys: pytest.CaptureFixture[str]) -> None:
+    """On its ranks and its part of the batch, of which outputs have the shapes; an axis that is none is refused."""
+    assert main(["verify", f"{FILE}:mlp", *ON_FOUR, "--local", "dp=20"]) == 0
+    out, err = capsys.readouterr()
+    assert "float64: 2 virtual ranks of one group ..." in err and "4 virtual ranks" not in err
+    assert out.endswith("one group of --local was compared, on its part of the batch; outer steps are left out\n")
+    model, args, _, annotations = mlp()
+    seen: list[Any] = []
+    local = {"local": Local("dp", 20)}
+    found = verify.verify(model, Mesh(dp=2, tp=2), annotations, args=args, options=local, watch=seen.append)
+    assert all(each.is_small for each in found) and {each.mesh.sizes["dp"] for each in seen} == {1}
+    assert main(["verify", f"{FILE}:mlp", *ON_FOUR, "--local", "dc=20"]) == 2
+    assert "it has no such axis" in capsys.readouterr().err
 
 
 def test_verify_exits_with_1_and_names_the_tensor_that_differs(

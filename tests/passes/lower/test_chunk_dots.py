@@ -77,6 +77,17 @@ class Layer(nn.Module):
         return x + out + h.cumprod(self.shape.dim) if self.shape.reads_all else x + out
 
 
+class Plain(nn.Module):
+    """A layer without annotations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
 class Layers(nn.Module):
     def __init__(self, shape: Shape, count: int) -> None:
         super().__init__()
@@ -184,6 +195,31 @@ def test_what_is_not_served_stays_plain_and_a_note_says_so(positions: int, optio
     none, left = chunked.program.notes[-2:]
     assert none in warnings_among([none]) and none.startswith("overlap='ring' makes no ring of any product")
     assert left == f"overlap='ring' leaves gathers before products, or sums after them, as they are: {why}"
+
+
+WEIGHTS = {"*.weight": P("dp")}
+MEGATRON_LAYER = {"*.up.weight": P("tp"), "*.down.weight": P(None, "tp")}
+
+
+@pytest.mark.parametrize(
+    ("axes", "annotations", "options", "remedy"),
+    [
+        ({"dp": 2}, {}, {}, "leave overlap out"),
+        ({"dp": 2}, WEIGHTS, {}, "leave overlap out"),
+        ({"dp": 2}, {}, {"zero": Zero("dp", 3)}, "leave overlap out"),
+        ({"dp": 2, "tp": 2}, MEGATRON_LAYER, {}, "cut the positions between layers by the axis that cuts weights"),
+        ({"dp": 2, "tp": 2}, MEGATRON_LAYER, {"zero": Zero("dp", 3)}, "cut the positions between layers"),
+    ],
+    ids=["whole weights", "weights that annotations cut", "stored weights", "whole positions", "both"],
+)
+def test_a_note_says_what_would_make_rings_if_anything_would(
+    axes: dict[str, int], annotations: dict[str, P], options: dict[str, Any], remedy: str
+) -> None:
+    model, x = nn.Sequential(Plain(), Plain()), torch.zeros(8, 4, WIDTH)
+    annotations = {"input": P("dp"), **annotations}
+    compiled = shardc.compile(model, Mesh(**axes), annotations, args=(x,), overlap="ring", **options)
+    (note,) = warnings_among(compiled.program.notes)
+    assert not rings(compiled) and remedy in note
 
 
 @pytest.mark.parametrize("target_", [gather_dots, dots_scatter])

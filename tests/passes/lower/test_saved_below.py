@@ -31,7 +31,7 @@ from shardc.language.errors import OptionError
 from shardc.language.machine import Machine
 from shardc.ops.tier import fetch, offload
 from shardc.runtime.tier.files import folder_of
-from shardc.runtime.tier.tier import tier_in
+from shardc.runtime.tier.tier import TRANSFERRING
 
 SIZE = Config(layers=3, vocab=96, context=32, width=32, heads=4)
 ODD = Config(layers=2, vocab=51, context=15, width=20, heads=4, dropout=0.1)
@@ -113,7 +113,7 @@ def test_ranks_train_to_the_bit_as_without_it(gloo: GlooPool, tmp_path: Path) ->
 
 def files_alive(folder: Path) -> set[int]:
     """The files of tensors that are alive in a folder, once the thread that reads them has let go of the last one."""
-    tier_in(str(folder), torch.device("cpu"))._reader.submit(int).result()
+    TRANSFERRING.submit(int).result()
     tensors = (each for each in gc.get_objects() if isinstance(each, Tensor) and folder_of(each) == str(folder))
     return {each.untyped_storage().data_ptr() for each in tensors}
 

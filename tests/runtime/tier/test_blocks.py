@@ -36,10 +36,10 @@ MAKES |= {
 }
 
 
-def parallel_on(folder: Path) -> nn.Module:
+def parallel_on(to: Any, rows: int = ROWS, dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
-    mesh, zero = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), Zero("dp", 3, offload="parameters", to=folder)
-    model = nn.Linear(WIDTH, ROWS)
+    mesh, zero = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), Zero("dp", 3, offload="parameters", to=to)
+    model = nn.Linear(WIDTH, rows, dtype=dtype)
     return shardc.parallelize(model, mesh, {}, zero=zero)
 
 
@@ -91,6 +91,27 @@ def test_steps_in_blocks_are_those_of_the_whole(gloo: GlooPool, tmp_path: Path) 
     for found in gloo.run(compared, tmp_path):
         assert found == dict.fromkeys([*MAKES, "states that are mapped alone"], (True, True))
     assert not list(tmp_path.iterdir())
+
+
+def in_bfloat16(to: Any, make: Any) -> tuple[list[Tensor], bool]:
+    """Parameters and states of this rank after two steps in backward, and whether the weight is stepped in blocks."""
+    parallel = parallel_on(to, rows=2 * ROWS, dtype=torch.bfloat16)
+    optimizer, generator = make(parallel.parameters()), torch.Generator().manual_seed(0)
+    for _ in range(2):
+        x = torch.randn(8, WIDTH, generator=generator).bfloat16()
+        with shardc.step_in_backward(parallel, optimizer):
+            parallel(x).square().sum().backward()
+    states = [_own(state[key]) for state in optimizer.state.values() for key in sorted(state) if state[key] is not None]
+    weight: Any = parallel.weight
+    has_blocks = blocks.steps_in_blocks(weight) and local(weight).nbytes > blocks.BLOCK
+    return [*map(local, parallel.parameters()), *states], has_blocks
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_parameters_in_bfloat16_are_those_of_steps_in_host_memory(gloo: GlooPool, tmp_path: Path, name: str) -> None:
+    found, wanted = gloo.run(in_bfloat16, tmp_path, MAKES[name]), gloo.run(in_bfloat16, "host", MAKES[name])
+    for (own, has_blocks), (expected, _) in zip(found, wanted, strict=True):
+        assert has_blocks and own[0].dtype == torch.bfloat16 and are_equal(own, expected)
 
 
 def seen_by_hooks(folder: Path) -> tuple[list[list[int]], bool, bool]:
