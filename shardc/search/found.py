@@ -21,10 +21,14 @@ class Found:
     plan: Plan
     price: Price
 
+    def figure(self, task: Task) -> float:
+        """What is to be small: its time, or its memory."""
+        return task.figure(self.price.seconds, self.price.peak)
+
     def rank(self, task: Task) -> tuple[object, ...]:
         """A smaller rank is better: what fits in memory, then the least time or memory, then the shortest plan."""
         excess = task.excess(self.price.peak)
-        figure = task.figure(self.price.seconds, self.price.peak)
+        figure = self.figure(task)
         annotations = self.plan.annotations
         size = len(self.plan.options) + len(annotations)
         text = f"{annotations}"
@@ -35,8 +39,7 @@ class Found:
         excess, excess_of_other = (task.excess(each.price.peak) for each in (self, other))
         if excess != excess_of_other:
             return excess < excess_of_other
-        figure, before = (task.figure(each.price.seconds, each.price.peak) for each in (self, other))
-        return figure < (1 - WORTH) * before
+        return self.figure(task) < (1 - WORTH) * other.figure(task)
 
 
 def frontier(found: Iterable[Found]) -> list[Found]:

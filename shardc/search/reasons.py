@@ -1,11 +1,11 @@
 """Why a plan is as it is: for each choice, what the best plan without it costs; and what its copies cost.
 
-The cost of a plan that was not compiled whole is an estimate, and is said to be ``about`` that.
+The cost of a plan that was not compiled whole is ``about`` that of the chosen one, times the ratio of their estimates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,13 +18,14 @@ from shardc.search.suggestion import python_text
 Alternative = tuple[str, str, Callable[[Plan], bool]]  # the choice and the other one, in words; whether a plan has that
 
 
-def reasons(chosen: Plan, whole: WholePlans, found: Iterable[Found]) -> tuple[str, ...]:
+def reasons(chosen: Plan, whole: WholePlans, estimates: Mapping[Plan, Found]) -> tuple[str, ...]:
     """A sentence for each choice of a plan that was compiled whole, for each idle axis, and for its copies.
 
-    ``found``: the plans that were priced besides.
+    ``estimates``: the plans that were priced by a few blocks.
     """
     cost, task = whole.costs[chosen], whole.task
-    others = [each for each in found if each.plan not in whole.costs] + [whole.found(plan) for plan in whole.costs]
+    others = [_scaled(each, whole.found(chosen), estimates.get(chosen)) for each in estimates.values()]
+    others = [each for each in others if each.plan not in whole.costs] + [whole.found(plan) for plan in whole.costs]
     others = [each for each in others if each.plan != chosen and task.permits(each.plan)]
     choices = [
         f"{choice}: {words} the best takes {_beside(whole, chosen, min(having, key=lambda each: each.rank(task)))}"
@@ -57,6 +58,16 @@ def _alternatives(plan: Plan) -> Iterator[Alternative]:
 
 def _has_other(plan: Plan, name: str, option: Any) -> Callable[[Plan], bool]:
     return lambda other: getattr(other, name) != option and other.mesh.size == plan.mesh.size
+
+
+def _scaled(other: Found, chosen: Found, estimate: Found | None) -> Found:
+    """An estimated plan in time and memory as much above the chosen one as their estimates are apart."""
+    if estimate is None:
+        return other
+    slower, larger = chosen.price.seconds / estimate.price.seconds, chosen.price.peak / estimate.price.peak
+    price = other.price
+    computing, exposed, peak = slower * price.computing, slower * price.exposed, larger * price.peak
+    return replace(other, price=replace(price, computing=computing, exposed=exposed, peak=peak))
 
 
 def _beside(whole: WholePlans, chosen: Plan, other: Found) -> str:

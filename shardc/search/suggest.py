@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -141,7 +141,7 @@ class _Suggesting:
         if not self.whole.ranked():
             raise self._nothing()
         compile_variants(self.whole, self.pricer)
-        suggestions = [self._suggestion(plan, search.found.values()) for plan in self.whole.ranked()[: self.top]]
+        suggestions = [self._suggestion(plan, search.found) for plan in self.whole.ranked()[: self.top]]
         suggestions[0] = replace(suggestions[0], hints=hints(self.whole, self.whole.ranked()[0]))
         everything = search.found | {plan: self.whole.found(plan) for plan in self.whole.costs}
         candidates = (_candidate(each) for each in everything.values() if self.task.permits(each.plan))
@@ -168,7 +168,7 @@ class _Suggesting:
         one = self.pricer.of_all(Plan((Axis("dp", 1),)), (self.task.machine,))
         return one[0].computing / self.task.devices if one else 0.0
 
-    def _suggestion(self, plan: Plan, found: Iterable[Found]) -> Suggestion:
+    def _suggestion(self, plan: Plan, found: Mapping[Plan, Found]) -> Suggestion:
         cost, task = self.whole.costs[plan], self.task
         limit = None if task.memory == float("inf") else int(task.memory)
         links = {name: self._link(plan, name) for name in plan.mesh.axis_names}
