@@ -41,21 +41,23 @@ class Pool:
     task: Task
     prices: dict[Cuts, Prices | None] = field(default_factory=dict)
 
-    def distinct(self, decisions: Iterable[Decision]) -> list[Cuts]:
-        """The groups that change the program, one of those that make the same, alone and where samples are cut."""
-        decisions = [each for each in decisions if self._may_cut(each.size)]
-        samples = frozenset(each for each in decisions if each.kind == "samples")
-        nothing = self.price(frozenset())
-        found: dict[object, Cuts] = {}
-        for group in _groups(decisions):
-            prices = self.price(group)
-            if prices is not None and prices != nothing:
-                found.setdefault((self._program(group), self._program(samples | group)), group)
-        return list(found.values())
+    def groups(self, decisions: Iterable[Decision]) -> list[Cuts]:
+        """The decisions that some axis can cut, those of like layers together where there are many."""
+        return _groups([each for each in decisions if self._may_cut(each.size)])
 
-    def _program(self, cuts: Cuts) -> object:
-        plan = self._plan(cuts)
-        return self.pricer.few.cuts(plan.stage_mesh, plan.annotations)
+    def distinct(self, start: Cuts, groups: Iterable[Cuts]) -> list[Cuts]:
+        """The groups that change the program beside ``start``, without those that change it as another one does.
+
+        Such a pair costs the same, each by itself and both together; cuts of two like layers do not.
+        """
+        found: dict[Prices, list[Cuts]] = {}
+        for group in groups:
+            prices = self.price(start | group)
+            if prices is not None and prices != self.price(start):
+                alike = found.setdefault(prices, [])
+                if all(self.price(start | group | other) != prices for other in alike):
+                    alike.append(group)
+        return [group for alike in found.values() for group in alike]
 
     def _may_cut(self, size: int) -> bool:
         """Whether some axis could cut a dim of this size."""
@@ -109,11 +111,10 @@ class Pool:
     def price(self, cuts: Cuts) -> Prices | None:
         """The price of a set on one axis for one block; None where it cannot be compiled."""
         if cuts not in self.prices:
-            self.prices[cuts] = self.pricer.of_few(self._plan(cuts), self.task.extremes)
+            size = min([LARGEST, self.task.devices, *(each.size for each in cuts)])
+            plan = Plan((Axis("axis", size, cuts),))
+            self.prices[cuts] = self.pricer.of_few(plan, self.task.extremes)
         return self.prices[cuts]
-
-    def _plan(self, cuts: Cuts) -> Plan:
-        return Plan((Axis("axis", min([LARGEST, self.task.devices, *(each.size for each in cuts)]), cuts),))
 
 
 def toggled(cuts: Cuts, group: Cuts) -> Cuts:

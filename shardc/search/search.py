@@ -56,15 +56,17 @@ class Search:
     def run(self, decisions: Iterable[Decision]) -> None:
         """Search but for the refinement; ``best`` has the best plans so far at any time."""
         pool = Pool(self.pricer, self.task)
-        groups = pool.distinct(decisions)
-        samples = frozenset(each for each in chain(*groups) if each.kind == "samples")
-        others = [each for each in groups if not each <= samples]
-        self.decisions = [each for group in groups for each in in_order(group)]
-        self.data, self.model = pool.sets(samples, others), pool.sets(frozenset(), others)
+        nothing, groups = frozenset[Decision](), pool.groups(decisions)
+        of_samples = [group for group in groups if all(each.kind == "samples" for each in group)]
+        samples = nothing.union(*pool.distinct(nothing, of_samples))
+        others = [group for group in groups if group not in of_samples]
+        of_data, of_model = pool.distinct(samples, others), pool.distinct(nothing, others)
+        self.data, self.model = pool.sets(samples, of_data), pool.sets(nothing, of_model)
         named = {name_of(each) for each in (*self.data, *self.model)}
-        self.model += [each for each in others if name_of(each) in self.task.names - named]
+        self.model += [each for each in of_model if name_of(each) in self.task.names - named]
         self.progress(f"{len(groups)} decisions, {len(self.data) + len(self.model)} sets of them for an axis")
-        foremost = [*pool.foremost(samples, others), *pool.foremost(frozenset(), others)]
+        self.decisions = in_order(samples.union(*of_data, *of_model))
+        foremost = [*pool.foremost(samples, of_data), *pool.foremost(nothing, of_model)]
         alone = chain.from_iterable(one_by_one(group) for group in (samples, *foremost))
         self.changes = list(dict.fromkeys((*foremost, *alone)))
         self._meshes()

@@ -45,7 +45,7 @@ def stages() -> tuple[Pricer, tuple[Decision, ...]]:
 
 def test_like_layers_are_one_group_and_no_decision_is_lost() -> None:
     pricer, decisions = stages()
-    groups = Pool(pricer, TASK).distinct(decisions)
+    groups = Pool(pricer, TASK).groups(decisions)
     assert len(decisions) > MANY
     assert sorted(map(len, groups))[-1] == NUM_STAGES
     assert frozenset().union(*groups) == frozenset(decisions)
@@ -71,6 +71,6 @@ def test_decisions_that_cost_the_same_are_all_kept() -> None:
     layers = [module for _ in range(8) for module in (nn.Linear(1024, 1024, device="meta"), nn.ReLU())]
     pricer = Pricer(nn.Sequential(*layers), (torch.empty(64, 1024, device="meta"),), {})
     decisions = decisions_of(pricer.few, tensors_of(pricer.few, pricer.model))
-    kept = frozenset().union(*Pool(pricer, Task(4, Machine({"*": "nvlink"}, "h100"))).distinct(decisions))
+    pool = Pool(pricer, Task(4, Machine({"*": "nvlink"}, "h100")))
     assert len(decisions) > 8
-    assert kept == frozenset(decisions)
+    assert {*pool.distinct(frozenset(), pool.groups(decisions))} == {frozenset({each}) for each in decisions}

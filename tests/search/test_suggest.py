@@ -13,7 +13,7 @@ import pytest
 import torch
 from attending import WIDTH, Attending
 from gpt import GPT, Config
-from search_models import chain, transformer
+from search_models import Blocks, chain, transformer
 from torch import nn
 
 import shardc
@@ -77,6 +77,24 @@ def test_an_axis_that_cuts_nothing_is_named_in_the_reasons() -> None:
     assert not best.annotations
     assert [each for each in best.reasons if "cuts no work: its 4 ranks compute the same" in each]
     assert all("cuts no work" not in reason for each in others if each.annotations for reason in each.reasons)
+
+
+def test_blocks_of_unlike_widths_are_found_a_plan_as_good_as_megatrons() -> None:
+    """A cut of the residual stream gains most alone, and nothing gains beside it."""
+    with torch.device("meta"):
+        blocks = [
+            nn.Sequential(nn.LayerNorm(1024), nn.Linear(1024, hidden), nn.GELU(), nn.Linear(hidden, 1024))
+            for hidden in (4096, 2048, 8192)
+        ]
+        model, x = Blocks(blocks), torch.empty(512, 1024)
+    ways: dict[str, Any] = {"args": (x,), "links": Machine({"*": "nvlink"}, "h100")}
+    best = shardc.suggest(model, 4, **ways, fix=NO_PIPELINE)[0]
+    megatron = {"*.1.weight": P("tp"), "*.3.weight": P(None, "tp")}
+    by_hand = [
+        shardc.compile(model, Mesh(tp=4), megatron, **ways),
+        shardc.compile(model, Mesh(dp=2, tp=2), {"x": P("dp"), **megatron}, **ways, zero=Zero("dp", 2)),
+    ]
+    assert best.seconds <= min(each.timeline.makespan for each in by_hand)
 
 
 def test_features_are_cut_where_an_axis_for_them_is_fixed() -> None:
@@ -162,7 +180,7 @@ def test_neither_no_grad_nor_evaluation_changes_what_is_suggested(suggested: tup
 
 IN_A_PROCESS = """
 import torch, shardc
-from search_models import chain, transformer
+from search_models import Blocks, chain, transformer
 model, args = transformer(width=256, samples=4, positions=32)
 for each in shardc.suggest(model, 2, args=args, links="pcie", device="h100", top=3):
     print(each.to_json())

@@ -66,7 +66,7 @@ class PlanCompiler:
         except REFUSALS:
             return None
         nodes = [node for node in program.graph.nodes if node.op != "output" and not is_annotation(node)]
-        return tuple((node.target, program.shardings(node)) for node in nodes)
+        return [(node.target, program.shardings(node)) for node in nodes]
 
     def annotated(self, mesh: Mesh, annotations: Mapping[str, P], until: Pass, options: Options = DEFAULT) -> Program:
         """The program after a pass before ``insert_reshards``."""
