@@ -158,22 +158,26 @@ class WholePlans:
     def ranked(self) -> list[Plan]:
         """The plans, the best first, without those that are as another one but for an option that is of no use.
 
-        Of plans that cost the same on axes of such sizes, as with two axes in another order, the shortest.
+        Of plans that cost the same on axes of such sizes, as with two axes in another order, the shortest; and none
+        where one of them is better with another ``overlap``.
         """
-        plans = [plan for plan in self.costs if not self._has_idle_option(plan)]
-        ranked = sorted(plans, key=lambda plan: self.found(plan).rank(self.task))
-        kinds = {plan: (plan.shape, repr(replace(self.costs[plan], idle=()))) for plan in ranked}
-        first = {kind: plan for plan, kind in reversed(kinds.items())}
-        return [plan for plan, kind in kinds.items() if first[kind] is plan]
+        plans = [plan for plan in self.costs if not self._has_useless_option(plan)]
+        kinds = {plan: (plan.shape, repr(replace(self.costs[plan], idle=()))) for plan in plans}
+        surpassed = {kinds[plan] for plan in plans if self._is_surpassed(plan)}
+        first: dict[object, Plan] = {}
+        for plan in sorted(plans, key=lambda plan: self.found(plan).rank(self.task)):
+            if kinds[plan] not in surpassed:
+                first.setdefault(kinds[plan], plan)
+        return list(first.values())
 
-    def _has_idle_option(self, plan: Plan) -> bool:
-        """Whether another ``overlap`` is better, or none is as good; or the plan costs the same without ``saved``."""
+    def _has_useless_option(self, plan: Plan) -> bool:
+        """Whether the plan costs the same without ``saved``, or is no better than without ``overlap``."""
         if plan.saved is not None and self.costs.get(replace(plan, saved=None)) == self.costs[plan]:
             return True
+        plain = replace(plan, overlap=None)
+        return plan != plain and plain in self.costs and not self.found(plan).is_better(self.found(plain), self.task)
+
+    def _is_surpassed(self, plan: Plan) -> bool:
+        """Whether the plan is better with another ``overlap``."""
         twins = [replace(plan, overlap=each) for each in (None, *OVERLAPS) if each != plan.overlap]
-        for twin in (each for each in twins if each in self.costs):
-            found, other = self.found(plan), self.found(twin)
-            is_useless = twin.overlap is None and not found.is_better(other, self.task)
-            if is_useless or other.is_better(found, self.task):
-                return True
-        return False
+        return any(self.found(twin).is_better(self.found(plan), self.task) for twin in twins if twin in self.costs)
