@@ -118,7 +118,7 @@ def _reductions(program: Program, sizes: Mapping[fx.Node, int], where: Mapping[f
         done.extend(open_.pop(key) for key in in_turn() if key in closed)
 
     def in_turn() -> list[object]:
-        """The keys of open buckets, those of what others read first."""
+        """The keys of open buckets in the order of their steps: a bucket reads buckets of earlier steps alone."""
         return sorted(open_, key=lambda key: steps[open_[key][0]])
 
     for node in program.graph.nodes:

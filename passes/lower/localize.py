@@ -56,7 +56,7 @@ def localize(program: Program) -> Program:
 
 def changes_work(program: Program) -> bool:
     """Whether a rank computes more in the localized program, since collectives cut or join unequal pieces."""
-    return any(True for _ in _uneven(program))
+    return next(_uneven(program), None) is not None
 
 
 def _uneven(program: Program) -> Iterator[tuple[fx.Node, Member, Fit | None, Fit | None]]:

@@ -19,10 +19,12 @@ OF_STAGES = ("pp", "stage")
 
 def idle_axis_notes(program: Program) -> tuple[str, ...]:
     """A sentence for each axis over which no op is cut, so that all its ranks compute the same."""
-    idle, stored = idle_axes(program), _cutting_axes(program, program.graph.nodes)
-    sizes = {name: program.mesh.axis_size(name) for name in idle} if program.mesh else {}
+    idle = idle_axes(program)
+    if program.mesh is None or not idle:
+        return ()
+    sizes, stored = program.mesh.sizes, _cutting_axes(program, program.graph.nodes)
     return tuple(
-        idle_axis_text(name, size, _remedy(program, name, size), name in stored) for name, size in sizes.items()
+        idle_axis_text(name, sizes[name], _remedy(program, name, sizes[name]), name in stored) for name in idle
     )
 
 

@@ -46,9 +46,10 @@ class Pool:
         return _groups([each for each in decisions if self._may_cut(each.size)])
 
     def distinct(self, start: Cuts, groups: Iterable[Cuts]) -> list[Cuts]:
-        """The groups that change the program beside ``start``, without those that change it as another one does.
+        """The groups that make a difference when they are added to ``start``, without those that make the same one.
 
-        Such a pair costs the same, each by itself and both together; cuts of two like layers do not.
+        Two groups make the same difference if both together cost what each of them costs alone. Cuts of two like layers
+        cost the same one by one, but not together.
         """
         found: dict[Prices, list[Cuts]] = {}
         for group in groups:

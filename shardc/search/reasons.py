@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from shardc.language.text import bytes_text, seconds_text
+from shardc.language.text import bytes_text, change_text, seconds_text
 from shardc.search.found import Found
 from shardc.search.pricing.whole import Copying, WholePlans
 from shardc.search.space.plan import Plan
@@ -24,9 +24,11 @@ def reasons(chosen: Plan, whole: WholePlans, estimates: Mapping[Plan, Found]) ->
     ``estimates``: the plans that were priced by a few blocks.
     """
     cost, task = whole.costs[chosen], whole.task
-    others = [_scaled(each, whole.found(chosen), estimates.get(chosen)) for each in estimates.values()]
-    others = [each for each in others if each.plan not in whole.costs] + [whole.found(plan) for plan in whole.costs]
-    others = [each for each in others if each.plan != chosen and task.permits(each.plan)]
+    found = {plan: whole.found(plan) for plan in whole.costs}
+    estimated = [each for plan, each in estimates.items() if plan not in found]
+    if chosen in estimates:
+        estimated = [corrected(each, found[chosen], estimates[chosen]) for each in estimated]
+    others = [each for each in (*estimated, *found.values()) if each.plan != chosen and task.permits(each.plan)]
     choices = [
         f"{choice}: {words} the best takes {_beside(whole, chosen, min(having, key=lambda each: each.rank(task)))}"
         for choice, words, has_other in _alternatives(chosen)
@@ -60,24 +62,21 @@ def _has_other(plan: Plan, name: str, option: Any) -> Callable[[Plan], bool]:
     return lambda other: getattr(other, name) != option and other.mesh.size == plan.mesh.size
 
 
-def _scaled(other: Found, chosen: Found, estimate: Found | None) -> Found:
-    """An estimated plan in time and memory as much above the chosen one as their estimates are apart."""
-    if estimate is None:
-        return other
-    slower, larger = chosen.price.seconds / estimate.price.seconds, chosen.price.peak / estimate.price.peak
-    price = other.price
-    computing, exposed, peak = slower * price.computing, slower * price.exposed, larger * price.peak
-    return replace(other, price=replace(price, computing=computing, exposed=exposed, peak=peak))
+def corrected(other: Found, chosen: Found, estimate: Found) -> Found:
+    """The estimate of another plan, corrected by the factors by which that of the chosen plan was wrong."""
+    time, memory = chosen.price.seconds / estimate.price.seconds, chosen.price.peak / estimate.price.peak
+    computing, exposed, peak = time * other.price.computing, time * other.price.exposed, memory * other.price.peak
+    return replace(other, price=replace(other.price, computing=computing, exposed=exposed, peak=round(peak)))
 
 
 def _beside(whole: WholePlans, chosen: Plan, other: Found) -> str:
     """What another plan costs, beside the chosen one."""
     price, cost = other.price, whole.costs[chosen]
     about = "" if other.plan in whole.costs else "about "
-    slower, larger = f"{price.seconds / cost.seconds - 1:+.1%}", price.peak - cost.memory["peak"]
+    slower = f"{price.seconds / cost.seconds - 1:+.1%}"
     slower = "the same" if slower[1:] == "0.0%" else slower
     fits = ", which does not fit" if price.peak > whole.task.memory else ""
-    peak = f"{bytes_text(price.peak)} a rank ({_signed(larger)})"
+    peak = f"{bytes_text(price.peak)} a rank ({change_text(cost.memory['peak'], price.peak)})"
     return f"{about}{seconds_text(price.seconds)} a step ({slower}) and {peak}{fits}"
 
 
@@ -91,7 +90,3 @@ def _copying_text(copying: Copying) -> str:
     if copying.seconds is None or copying.waited is None:
         return copied
     return f"{copied} in {seconds_text(copying.seconds)}, of which a rank waits for {seconds_text(copying.waited)}"
-
-
-def _signed(nbytes: float) -> str:
-    return f"{'-' if nbytes < 0 else '+'}{bytes_text(abs(nbytes))}"

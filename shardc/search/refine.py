@@ -42,7 +42,7 @@ class _Refinement:
     def run(self, start: Found, moves: Sequence[Move], clearly: float = CLEARLY) -> None:
         """Change one thing of a plan, go on from the better one, and end once no change of it makes it better.
 
-        A plan that takes ``clearly`` longer for one block is not priced for the whole model.
+        ``clearly``: a plan that takes longer for one block, by more than this factor, is not priced for all of them.
         """
         best, num_in_vain = start, 0
         for move in cycle(moves):
@@ -101,8 +101,8 @@ class _Refinement:
     def _with_axis(self, plan: Plan, i: int, axis: Axis) -> Plan:
         """The plan with another axis in place of its ``i``-th; axes are named by what they cut now."""
         axes = (*plan.axes[:i], axis, *plan.axes[i + 1 :])
-        sizes, cuts, names = zip(*((each.size, each.cuts, each.name) for each in axes), strict=True)
-        named = self.search.axes(sizes, cuts, names)
+        sizes, cuts = [each.size for each in axes], [each.cuts for each in axes]
+        named = self.search.axes(sizes, cuts, [each.name for each in axes])
         zero = plan.zero and plan.zero.renamed({old.name: new.name for old, new in zip(plan.axes, named, strict=True)})
         pairs = zip(axes, named, strict=True)
         axes = tuple(replace(each, name=new.name, has_samples=new.has_samples) for each, new in pairs)

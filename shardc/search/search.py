@@ -63,7 +63,7 @@ class Search:
         of_data, of_model = pool.distinct(samples, others), pool.distinct(nothing, others)
         self.data, self.model = pool.sets(samples, of_data), pool.sets(nothing, of_model)
         named = {name_of(each) for each in (*self.data, *self.model)}
-        self.model += [each for each in of_model if name_of(each) in self.task.names - named]
+        self.model += [each for each in of_model if name_of(each) in self.task.fixed_axes - named]
         self.progress(f"{len(groups)} decisions, {len(self.data) + len(self.model)} sets of them for an axis")
         self.decisions = in_order(samples.union(*of_data, *of_model))
         foremost = [*pool.foremost(samples, of_data), *pool.foremost(nothing, of_model)]

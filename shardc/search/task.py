@@ -66,7 +66,7 @@ class Task:
         return all(sizes.get(name, 1) in allowed for name, allowed in self.sizes.items() if name != "pp")
 
     @property
-    def names(self) -> set[str]:
+    def fixed_axes(self) -> set[str]:
         """The names of axes whose sizes are fixed, without the numbers behind them."""
         return {name.rstrip("0123456789") for name in self.sizes}
 

@@ -20,6 +20,10 @@ import shardc
 from shardc import Mesh, P, Pipeline, ShardingError, Zero
 from shardc.language.errors import OptionError
 from shardc.language.machine import DEVICES, LINKS, Link, Machine
+from shardc.search.found import Found
+from shardc.search.pricing.price import Price
+from shardc.search.reasons import corrected
+from shardc.search.space.plan import Plan
 from shardc.search.suggestion import Suggestion
 from shardc.verify import verify
 
@@ -67,6 +71,14 @@ def test_no_plan_is_listed_again_with_an_idle_option_or_its_axes_in_another_orde
     x = torch.empty(512, 256, device="meta")
     found = shardc.suggest(chain(256, 4096, 256), 4, args=(x,), links="nvlink", device="h100", fix=NO_PIPELINE)
     assert len({(tuple(sorted(each.mesh.sizes.values())), repr(each.cost)) for each in found}) == len(found) == 5
+
+
+def test_estimates_of_other_plans_are_corrected_and_in_whole_bytes() -> None:
+    def found(seconds: float, peak: float) -> Found:
+        return Found(Plan(()), Price(seconds, 0, 0, 0, 0, 0, 0, peak, 0, 0))
+
+    other = corrected(found(4.0, 7), chosen=found(3.0, 10), estimate=found(2.0, 3))
+    assert (other.price.seconds, other.price.peak) == (6.0, 23)
 
 
 def test_an_axis_that_cuts_nothing_is_named_in_the_reasons() -> None:

@@ -158,8 +158,8 @@ class WholePlans:
     def ranked(self) -> list[Plan]:
         """The plans, the best first, without those that are as another one but for an option that is of no use.
 
-        Of plans that cost the same on axes of such sizes, as with two axes in another order, the shortest; and none
-        where one of them is better with another ``overlap``.
+        Of plans that cost the same on axes of such sizes, as with two axes in another order, the shortest is kept, or
+        none if one of them is better with another ``overlap``.
         """
         plans = [plan for plan in self.costs if not self._has_useless_option(plan)]
         kinds = {plan: (plan.shape, repr(replace(self.costs[plan], idle=()))) for plan in plans}
