@@ -336,7 +336,8 @@ def _pipeline(text: str) -> Pipeline:
 def _fixed(text: str) -> tuple[str, Any]:
     """``tp=4``: an axis or an option, and the value that a plan must have; of a precision the name."""
     key, equals, value = text.partition("=")
-    read = FIXED.get(key, count if key.rstrip("0123456789") in AXES else None)
+    is_size = key.rstrip("0123456789") in AXES or value.isdecimal()  # other axes are those of annotations
+    read = FIXED.get(key, count if is_size else None)
     if read is None:
         known = (*AXES, *FIXED)
         remedy = did_you_mean(key, known) or f"name one of {', '.join(known)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from typing import Any, get_args
 
@@ -13,7 +13,7 @@ from shardc.capture.annotations import Names, named_by
 from shardc.capture.call import call_leaves
 from shardc.capture.containers import flatten, rebuild
 from shardc.language.cluster import cluster
-from shardc.language.errors import OptionError, did_you_mean
+from shardc.language.errors import OptionError, ShardingError, did_you_mean
 from shardc.language.machine import Device
 from shardc.language.partition import P
 from shardc.language.text import bytes_of
@@ -46,16 +46,18 @@ def question(
     if optimizer not in OPTIMIZERS:
         remedy = did_you_mean(str(optimizer), OPTIMIZERS) or f"say one of {', '.join(OPTIMIZERS)}"
         raise OptionError("suggest", f"optimizer={optimizer!r}", "its states are not known", remedy)
-    fixed = {name: tuple(value) if isinstance(value, (list, tuple)) else (value,) for name, value in fix.items()}
-    _check_fixed(fixed, devices)
-    sizes = {name: values for name, values in fixed.items() if _is_axis(name)}
+    given = _checked(annotations or {})
+    axes = {axis for spec in given.values() for axis in spec.axes}
+    fixed = _fixed(fix, axes, devices)
+    sizes = {name: values for name, values in fixed.items() if _is_axis(name, axes)}
     return Task(
         devices,
         machine,
         memory=_limit(memory, machine.device),
         objective=objective,
         optimizer=optimizer,
-        given=dict(annotations or {}),
+        given=given,
+        fix=fixed,
         sizes=sizes,
         meshes=[_mesh_sizes(each) for each in fixed[MESH]] if MESH in fixed else None,
         stages=tuple(map(_stage, fixed.get("zero", (0, 1, 2, 3)))),
@@ -82,21 +84,40 @@ def check_counts(**counts: Any) -> None:
             raise OptionError("suggest", f"{name}={count!r}", "it counts from 1 on", f"say {name}=8")
 
 
-def _check_fixed(fixed: Mapping[str, tuple[Any, ...]], devices: int) -> None:
-    """Raise an OptionError for a name or a value of ``fix`` that no plan has."""
+def _checked(annotations: Mapping[str, Any]) -> dict[str, P]:
+    """The annotations. Raises a ShardingError for one that belongs to a mesh, as DTensor's placements do."""
+    for pattern, spec in annotations.items():
+        if not isinstance(spec, P):
+            problem = "the search has many meshes, and finds the axes of an annotation by their names"
+            raise ShardingError(f"annotation {pattern!r}", repr(spec), problem, "write a P, such as P('dp')")
+    return dict(annotations)
+
+
+def _fixed(fix: Any, axes: Collection[str], devices: int) -> dict[str, tuple[Any, ...]]:
+    """By name the values of ``fix`` that are allowed. Raises an OptionError for a name or a value that no plan has.
+
+    ``axes``: the names of axes in the user's annotations.
+    """
+    if not isinstance(fix, Mapping):
+        problem = "it gives axes their sizes, and options their values"
+        raise OptionError("fix", f"of type {type(fix).__name__}", problem, "write fix={'tp': 4}")
+    fixed = {name: tuple(value) if isinstance(value, (list, tuple)) else (value,) for name, value in fix.items()}
     for name, values in fixed.items():
         who = f"fix={{{name!r}: ...}}"
-        if name not in NAMES and not _is_axis(name):
-            remedy = did_you_mean(name, NAMES) or f"name one of {', '.join(NAMES)}"
+        if name not in NAMES and not _is_axis(str(name), axes):
+            remedy = did_you_mean(str(name), NAMES) or f"name one of {', '.join((*NAMES, *axes))}"
             raise OptionError(who, f"{name!r}", "a plan has no such part", remedy)
+        if not values:
+            raise OptionError(who, "[]", "it allows no value", "list the values that a plan may have, or leave it out")
         for value in values:
             is_good, remedy = _judged(name, value, devices)
             if not is_good:
                 raise OptionError(who, f"{value!r}", "a plan cannot have it", remedy)
+    return fixed
 
 
-def _is_axis(name: str) -> bool:
-    return name.rstrip("0123456789") in AXES
+def _is_axis(name: str, axes: Collection[str]) -> bool:
+    return name in axes or name.rstrip("0123456789") in AXES
 
 
 def _judged(name: str, value: Any, devices: int) -> tuple[bool, str]:

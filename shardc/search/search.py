@@ -143,20 +143,25 @@ class Search:
     # Meshes.
 
     def _meshes(self) -> None:
-        """Plans on meshes of up to three axes, those of samples before the others."""
-        data, model = self.data, [*self.model, *[frozenset[Decision]()] * bool(self.task.given)]
+        """Plans on meshes of up to three axes, those of samples before the others.
+
+        Where there are annotations, an axis may also cut nothing but what these say.
+        """
+        nothing = [frozenset[Decision]()] * bool(self.task.given)
+        data, model = [*self.data, *nothing], [*self.model, *nothing]
         for precision in self.task.precisions:
             blank = Plan((), tuple(self.task.given.items()), precision=precision, **self.task.fixed_options)
             if self.task.devices == 1:
                 self.price(replace(blank, axes=(Axis("dp", 1),)))
-            self._on_shapes([(each,) for each in (*data, *model)], 1, blank)
-            pairs: list[tuple[Cuts, ...]] = list(product(data, (*model, *data[:NUM_POOL])))
+            self._on_shapes([(each,) for each in (*data, *self.model)], 1, blank)
+            pairs: list[tuple[Cuts, ...]] = list(product(data, (*model, *self.data[:NUM_POOL])))
             pairs = self._best_pairs(list(self._allowed(pairs, 2)) or pairs, blank)
             self._on_shapes(pairs, 2, blank)
             self._on_shapes([pair[::-1] for pair in pairs[: self.breadth // 2]], 2, blank)
             if self.task.machine.between is not None:
-                self._on_shapes([(each, each) for each in data[:2]], 2, blank)
-            triples = self._allowed(_triples(pairs, model), 3)
+                self._on_shapes([(each, each) for each in self.data[:2]], 2, blank)
+            every = chain([(each,) * 3 for each in nothing], _triples(pairs, model))
+            triples = self._allowed(dict.fromkeys(every), 3)
             most = self.breadth // 2 if self.found else 2 * self.breadth  # three axes may be all that is allowed
             self._on_shapes(list(islice(triples, most)), 3, blank)
 
@@ -253,7 +258,7 @@ class Search:
 def _triples(pairs: Iterable[tuple[Cuts, ...]], model: Iterable[Cuts]) -> Iterator[tuple[Cuts, ...]]:
     """Pairs of sets with a third one between them: of the model, or of samples again, as where nodes share no model."""
     for first, second in pairs:
-        yield from ((first, other, second) for other in (*model, first) if other != second)
+        yield from ((first, other, second) for other in (*model, first) if other != second or not other)
 
 
 def _samples_alone_then_time(found: Found) -> tuple[bool, float]:

@@ -72,8 +72,9 @@ def suggest(
         device: a preset, ``"h100"``, or a ``Device``.
         nodes: how many nodes the devices are in.
         batch: the samples of a step, where they are not those of the call.
-        fix: the size of an axis, ``{"tp": 4}``, of all axes in any order, ``{"mesh": "4x2"}``, or an option,
-            ``{"zero": 3}``, ``{"pipeline": None}``, ``{"overlap": None}``; a list allows each of its values.
+        fix: the size of an axis, ``{"tp": 4}``, which may be one that ``annotations`` name, of all axes in any order,
+            ``{"mesh": "4x2"}``, or an option, ``{"zero": 3}``, ``{"pipeline": None}``, ``{"overlap": None}``; a list
+            allows each of its values.
         objective: ``"time"`` of a step, or ``"memory"`` at its peak.
         optimizer: whose states are stored.
         wire: what all plans send in codes, as in ``compile``; an axis that a plan lacks has no effect.
@@ -202,8 +203,8 @@ class _Suggesting:
             self.whole.compiler.compiled(plan)
         except REFUSALS as error:
             return error
-        sizes = {name: each[0] if len(each) == 1 else list(each) for name, each in self.task.sizes.items()}
-        what = f"{self.task.devices} devices, fix={sizes}, annotations={self.task.given}"
+        fix = {name: each[0] if len(each) == 1 else list(each) for name, each in self.task.fix.items()}
+        what = f"{self.task.devices} devices, fix={fix}, annotations={self.task.given}"
         problem = "no plan keeps what is fixed and can be compiled"
         return ShardingError("suggest", what, problem, "fix less, or say shardc.compile to see what a plan lacks")
 

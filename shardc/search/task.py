@@ -21,12 +21,12 @@ class Task:
     """A question to the search.
 
     ``memory``: bytes that a rank has. ``given``: annotations that stay, which cut the first dim of an input by the
-    ``sample_axes``. ``sizes``: the sizes that an axis may have, by
-    its name; an axis that a plan does not have has one rank. ``meshes``: the sizes of axes that a mesh may have, in any
-    order; None for all. ``stages``: of ZeRO, 0 for none. ``remats``, ``precisions`` and ``pipelines``: the options that
-    a plan may have; of a pipeline, the ones with any number of stages where ``pipelines`` is None. ``overlaps`` and
-    ``saved``: the same of these options, which are left to the search where they are None. ``wire``: what all plans
-    send in codes.
+    ``sample_axes``. ``fix``: what is fixed, as the user says it, by name the values that are allowed. ``sizes``: those
+    that an axis may have, by its name; an axis that a plan does not have has one rank. ``meshes``: the sizes of axes
+    that a mesh may have, in any order; None for all. ``stages``: of ZeRO, 0 for none. ``remats``, ``precisions`` and
+    ``pipelines``: the options that a plan may have; of a pipeline, the ones with any number of stages where
+    ``pipelines`` is None. ``overlaps`` and ``saved``: the same of these options, which are left to the search where
+    they are None. ``wire``: what all plans send in codes.
     """
 
     devices: int
@@ -36,6 +36,7 @@ class Task:
     optimizer: str = "adamw"
     given: Mapping[str, P] = field(default_factory=dict)
     sample_axes: frozenset[str] = frozenset()
+    fix: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     sizes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     meshes: Sequence[tuple[int, ...]] | None = None
     stages: Sequence[int] = (0, 1, 2, 3)

@@ -76,9 +76,10 @@ def test_what_is_fixed_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_an_annotation_that_is_given_stays(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ("--annotate", "up.weight=tp", "--fix", "tp=4")
+    given = ("--annotate", "up.weight=width", "--fix", "width=4")
     record = json.loads(printed(capsys, *given, "--format", "json"))
     assert all("up.weight" in each["annotations"] for each in record["suggestions"])
+    assert all(each["mesh"]["width"] == 4 for each in record["suggestions"])
 
 
 def test_hints_are_printed_as_json_has_them(capsys: pytest.CaptureFixture[str]) -> None:

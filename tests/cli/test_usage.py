@@ -379,7 +379,7 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
     ),
     "an axis to fix that no plan has": (
         [*SUGGEST, "--fix", "tq=4"], 2,
-        "shardc suggest: argument --fix: 'tq=4': 'tq'\n"
+        "shardc: fix={'tq': ...}: 'tq'\n"
         "  a plan has no such part\n"
         "  did you mean tp?",
     ),

@@ -15,6 +15,7 @@ from attending import WIDTH, Attending
 from gpt import GPT, Config
 from search_models import Blocks, chain, transformer
 from torch import nn
+from torch.distributed.tensor import Shard
 
 import shardc
 from shardc import Mesh, P, Pipeline, ShardingError, Zero
@@ -272,6 +273,34 @@ def test_an_axis_by_which_the_user_cuts_samples_is_one_of_samples(name: str) -> 
     assert found.zero == Zero(name, 3) and found.annotations.items() >= given.items()
 
 
+@pytest.mark.parametrize(
+    ("given", "fix"),
+    [
+        ({"x": P("rows"), "blocks.1.mlp.up.weight": P(None, "width")}, {"width": 2}),
+        ({"x": P("dp"), "param:*": P()}, {"mesh": "2x2"}),
+        pytest.param(
+            {"x": P("a"), "*.mlp.up.weight": P("b"), "*.mlp.down.weight": P(None, "c")}, {"mesh": "2x2x2"}, marks=LARGE
+        ),
+    ],
+    ids=str,
+)
+def test_every_axis_that_annotations_name_is_one_of_the_mesh(given: dict[str, P], fix: dict[str, Any]) -> None:
+    model, args = transformer(width=256, samples=8, positions=32)
+    devices = 8 if "2x2x2" in fix.values() else 4
+    found = shardc.suggest(
+        model, devices, args=args, annotations=given, links="nvlink", device="h100", fix=fix | NO_PIPELINE
+    )
+    named = {axis for spec in given.values() for axis in spec.axes}
+    assert found and all(named <= {*each.mesh.axis_names} for each in found)
+    assert all(given.items() <= each.annotations.items() for each in found)
+
+
+def test_what_is_fixed_is_said_where_no_plan_keeps_it() -> None:
+    model, args = transformer(width=256, samples=8, positions=32)
+    with pytest.raises(ShardingError, match=r"fix=\{'mesh': '2x2', 'pipeline': None\}"):
+        shardc.suggest(model, 4, args=args, annotations={"x": P("a", "b", "c")}, fix={"mesh": "2x2", **NO_PIPELINE})
+
+
 def test_less_memory_than_a_plan_needs_besides_what_it_saves_is_no_error() -> None:
     with torch.device("meta"):
         model, ids = GPT(Config(layers=3, vocab=256, context=64, width=128, heads=4)), torch.zeros(8, 64).long()
@@ -331,6 +360,11 @@ def test_where_nothing_fits_the_nearest_plan_says_by_how_many_bytes() -> None:
         ({"fix": {"zero": Zero("dp", 3)}}, "say a stage, 0 to 3"),
         ({"fix": NO_PIPELINE | {"saved": {"nosuch.*": "host"}}}, "a glob over .* modules"),
         ({"fix": {"mesh": "2x3"}}, "say sizes of its axes with the product 4"),
+        ({"fix": [2]}, r"fix: of type list(.|\n)*write fix=\{'tp': 4\}"),
+        ({"fix": {2: 2}}, "a plan has no such part"),
+        ({"fix": {"zero": []}}, "it allows no value"),
+        ({"annotations": {"x": "dp"}}, r"annotation 'x': 'dp'(.|\n)*write a P"),
+        ({"annotations": {"x": [Shard(0)]}}, r"annotation 'x'(.|\n)*write a P"),
         ({"links": "nvlnk"}, "nvlnk"),
         ({"device": "h1000"}, "h1000"),
         ({"nodes": 2, "links": "nvlink"}, "no link joins the nodes"),
