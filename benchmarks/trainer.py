@@ -41,9 +41,9 @@ NUM_EXPERTS = 8
 PIPED = 8  # microbatches that a pipeline cuts a batch in: a row each
 
 
-def new_model(size: Size, has_experts: bool = False) -> nn.Module:
+def new_model(size: Size, has_experts: bool = False, seed: int = 0) -> nn.Module:
     """A GPT, with the same weights at every call; with experts in every other block if it ``has_experts`` (GShard)."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = GPT(size.config)
     for block in list(model.blocks)[1::2] if has_experts else ():
         block.mlp = MoE(size.config.width, 4 * size.config.width, NUM_EXPERTS, capacity_factor=1.0)

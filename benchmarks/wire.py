@@ -9,7 +9,8 @@ slowest rank, the ratio of shardc's step without codes to it, the bytes that a r
 announces, and what part they are of those without codes. DDP is compared with shardc's data parallelism.
 
 For losses, a GPT is trained on the source text of shardc, byte by byte, in one way after the other, from the same
-weights and on the same batches. The network is not limited then. Prints the mean loss of the last steps.
+weights and on the same batches. The network is not limited then. Prints the mean loss of the last steps, and the mean
+of its ratios to that without codes, with the least and the largest where there are several ``--seeds``.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -88,6 +90,9 @@ WAYS: dict[str, Plan | Hooked] = {
     "dp 0/1 Adam": Plan("dp", DATA, {"wire": {"dp": "1bit"}, "momentum": RENEWED}),
     "dp DiLoCo": Plan("dp", DATA, {"local": Local("dp", 20)}),
     "dp DiLoCo, mean": Plan("dp", DATA, {"local": Local("dp", 20, outer=partial(torch.optim.SGD, lr=1.0))}),
+    "dp DiLoCo, after 100": Plan(
+        "dp", DATA, {"local": Local("dp", 20, outer=partial(torch.optim.SGD, lr=1.0), after=100)}
+    ),
     "dp DiLoCo int8": Plan("dp", DATA, {"local": Local("dp", 20, wire="int8")}),
     "zero3": Plan("dp", DATA, ZERO),
     "zero3 int8": Plan("dp", DATA, ZERO | {"wire": {"dp": "int8"}}),
@@ -105,7 +110,8 @@ class Measured:
     """One way, on this rank.
 
     ``announced``: bytes that a rank sends in a step according to the plan. By round, ``seconds``, and ``sent`` bytes of
-    a rank. ``losses`` of the last steps of training. ``failed``: the first line of the error of a way that cannot run.
+    a rank. ``losses``: by seed the mean of the last steps of training. ``failed``: the first line of the error of a way
+    that cannot run.
     """
 
     announced: int | None = None
@@ -153,21 +159,22 @@ def measure(size: Size, names: Sequence[str], rounds: int) -> Found:
     return found
 
 
-def train(size: Size, names: Sequence[str], steps: int, text: bytes) -> Found:
-    """Train in all ways of these names, one after the other, on this rank."""
+def train(size: Size, names: Sequence[str], steps: int, text: bytes, seeds: int) -> Found:
+    """Train in all ways of these names, one after the other, on this rank, from ``seeds`` initial weights."""
     found = {name: Measured() for name in names}
-    for name, way in found.items():
+    for seed, (name, way) in product(range(seeds), found.items()):
         with _reported(way):
-            trainer = _trainer(name, size)
-            way.losses = [trainer.step(batch) for batch in text_batches(size, steps, text)][-LAST:]
+            trainer = _trainer(name, size, seed)
+            losses = [trainer.step(batch) for batch in text_batches(size, steps, text, seed)]
+            way.losses.append(fmean(losses[-LAST:]))
         if dist.get_rank() == 0:
             print(name, *way.losses[-1:], way.failed, file=sys.stderr)
     return found
 
 
-def text_batches(size: Size, steps: int, text: bytes) -> Iterator[Tensor]:
+def text_batches(size: Size, steps: int, text: bytes, seed: int) -> Iterator[Tensor]:
     """A batch for each step, of windows of the text: bytes and those that follow them, ``[1, 2, row, token]``."""
-    random, numbers = torch.Generator().manual_seed(1), torch.tensor(list(text))
+    random, numbers = torch.Generator().manual_seed(1 + seed), torch.tensor(list(text))
     window = torch.arange(size.config.context + 1)
     for _ in range(steps):
         rows = numbers[torch.randint(len(text) - len(window), (size.batch, 1), generator=random) + window]
@@ -200,13 +207,20 @@ def steps_report(ranks: Sequence[Found]) -> str:
 def losses_report(ranks: Sequence[Found], took: Mapping[str, float]) -> str:
     """A table of losses with a row for each way; ``took``: the seconds of training, where steps were timed."""
     rows = []
-    losses = {name: fmean(fmean(rank[name].losses) for rank in ranks) for name, way in ranks[0].items() if way.losses}
+    losses = {name: _of_ranks([rank[name].losses for rank in ranks]) for name in ranks[0]}
     for name, way in ranks[0].items():
-        loss, plain = losses.get(name), losses.get(uncompressed(name))
-        beside = f"{loss / plain:.4f}" if loss and plain and name != uncompressed(name) else ""
+        own, plain = losses[name], losses.get(uncompressed(name), [])
+        ratios = [mine / other for mine, other in zip(own, plain, strict=False) if name != uncompressed(name)]
+        beside = f"{fmean(ratios):.4f}" if ratios else ""
+        beside += f" ({min(ratios):.4f} to {max(ratios):.4f})" if len(ratios) > 1 else ""
         seconds = f"{took[name]:.0f}" if name in took else ""
-        rows.append((name, f"{loss:.4f}" if loss else "", beside, seconds, way.failed))
+        rows.append((name, f"{fmean(own):.4f}" if own else "", beside, seconds, way.failed))
     return table(("way", "loss", "beside without codes", "seconds to it", "failed"), rows)
+
+
+def _of_ranks(losses: Sequence[Sequence[float]]) -> list[float]:
+    """For each seed the mean over ranks."""
+    return [fmean(each) for each in zip(*losses, strict=True)]
 
 
 def slowest(ranks: Sequence[Found]) -> dict[str, dict[int, float]]:
@@ -220,9 +234,9 @@ def uncompressed(name: str) -> str:
     return "zero3" if name.startswith("zero3") else "dp"
 
 
-def _trainer(name: str, size: Size) -> Trainer:
+def _trainer(name: str, size: Size, seed: int = 0) -> Trainer:
     torch.set_num_threads(1)
-    return WAYS[name].trainer(new_model(size), Job(dist.get_world_size()), size)
+    return WAYS[name].trainer(new_model(size, seed=seed), Job(dist.get_world_size()), size)
 
 
 @contextmanager
@@ -243,6 +257,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--mbit", type=int, help="limit the ranks' network to so many Mbit/s (Linux, as root)")
     parser.add_argument("--train", type=int, metavar="STEPS", help="train for so many steps; without --mbit, only that")
+    parser.add_argument("--seeds", type=int, default=1, help="train from so many initial weights, on other batches")
     options = parser.parse_args()
     size, took = SIZES[options.size], dict[str, float]()
     title = f"{options.size}, {options.ranks} ranks"
@@ -255,7 +270,7 @@ def main() -> None:
     if options.train is not None:
         size = replace(size, config=replace(size.config, vocab=VOCABULARY))
         with Workers(options.ranks) as workers:
-            ranks = workers.run(train, size, options.ways, options.train, source_text())
+            ranks = workers.run(train, size, options.ways, options.train, source_text(), options.seeds)
         print(f"{title}, {options.train} steps, means of the last {LAST}\n{losses_report(ranks, took)}")
 
 

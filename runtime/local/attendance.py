@@ -73,10 +73,15 @@ class Attendance:
         self._next, self._behind = Counter[Hashable](), set[Hashable]()
         self._asked, self._lines = 0, dict[tuple[int, ...], Group]()
 
+    @property
+    def everyone(self) -> Round:
+        """All groups, however long they wait for each other."""
+        return Round(self.groups.line, self.groups.comm.device, tuple(range(self.groups.count)))
+
     def round(self, what: Hashable) -> Round | None:
         """The groups in the next outer step of these parameters; None if this group is not among them."""
         if self.patience is None:
-            return Round(self.groups.line, self.groups.comm.device, tuple(range(self.groups.count)))
+            return self.everyone
         here, key, self._next[what] = self._answer(what)
         if str(self.groups.index) not in here:
             self._behind |= {what} if here else set()

@@ -35,8 +35,8 @@ class OuterSteps(StepWatcher):
     """Counts the steps of a module's optimizers, and takes the outer steps of their parameters.
 
     The optimizer's state of each parameter gets entries whose names begin with ``outer_``, so that they are saved and
-    loaded with it: the ``anchor``, which is what all groups had after the last outer step; the ``steps_since``; and
-    what the outer optimizer keeps.
+    loaded with it: the ``anchor``, which is what all groups had after the last outer step; the ``steps_since``, below 0
+    in the first ``after`` steps; and what the outer optimizer keeps.
 
     State: ``_early``, by the id of a parameter, entries of those that the optimizer has no state of yet;
     ``_optimizers``, the numbers of those that are alive, of ``_seen``; ``_has_stepped``, whether one of them may have
@@ -96,19 +96,23 @@ class OuterSteps(StepWatcher):
         if self._has_stepped and len(new) == len(own):
             self._level([each for each, _ in new])
         for each, part in new:
-            steps = self.option.every - self.option.every * (part + 1) // self.option.parts
+            steps = -self.option.after or self._start(part)
             self._early[id(each)] = {ANCHOR: each.detach().clone(), STEPS: steps}
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Count a step, and take the outer steps that are due."""
-        self._has_stepped, due = True, dict[int, list[Tensor]]()
+        self._has_stepped, together, due = True, list[tuple[Tensor, int]](), dict[int, list[Tensor]]()
         for each, part in self._own(optimizer):
             record = self._record(optimizer, each)
             record[STEPS] += 1
-            if record[STEPS] >= self.option.every:
+            if record[STEPS] <= 0:
+                together.append((each, part))
+            elif record[STEPS] >= self.option.every:
                 due.setdefault(part, []).append(each)
             if each.grad is not None and id(each) in self._early:  # the optimizer has made its own state by now
                 optimizer.state[each].update(self._early.pop(id(each)))
+        if together:
+            self._step_together(optimizer, together)
         for part, parameters in due.items():
             self._step(optimizer, part, parameters)
 
@@ -119,7 +123,7 @@ class OuterSteps(StepWatcher):
             if ANCHOR in self._record(optimizer, each):
                 parts.setdefault(part, []).append(each)
         has_changed = self._of_all([
-            any(self._record(optimizer, each)[STEPS] for each in parts.get(part, ()))
+            any(self._record(optimizer, each)[STEPS] > 0 for each in parts.get(part, ()))
             for part in range(self.option.parts)
         ])  # fmt: skip
         for part, parameters in parts.items():
@@ -163,6 +167,24 @@ class OuterSteps(StepWatcher):
         """What there is of a parameter's outer steps; empty before its first step."""
         state: Record = optimizer.state.get(parameter, {})
         return state if ANCHOR in state else self._early.get(id(parameter), {})
+
+    def _start(self, part: int) -> int:
+        """The steps that a part has behind it when it begins to count: one part after the other takes an outer step."""
+        return self.option.every - self.option.every * (part + 1) // self.option.parts
+
+    @torch.no_grad()
+    def _step_together(self, optimizer: Optimizer, parameters: Sequence[tuple[Tensor, int]]) -> None:
+        """Let all groups go on from the mean of their changes, after one of the first steps."""
+        records = [self._record(optimizer, each) for each, _ in parameters]
+        with waiting(lambda: WAITING, self.groups.ranks):
+            self._change(
+                self._attendance.everyone, [each for each, _ in parameters], [each[ANCHOR] for each in records]
+            )
+        for (each, part), record in zip(parameters, records, strict=True):
+            record[ANCHOR].sub_(record[ANCHOR].grad)
+            record[ANCHOR].grad = None
+            each.copy_(record[ANCHOR])
+            record[STEPS] = record[STEPS] or self._start(part)
 
     @torch.no_grad()
     def _step(self, optimizer: Optimizer, part: int, parameters: Sequence[Tensor]) -> None:

@@ -103,7 +103,7 @@ def add_mesh_options(parser: Parser, is_required: bool = True) -> None:
     parser.add_argument(
         "--local", metavar="AXIS=STEPS[,KEY=VALUE]...", type=_local,
         help="let groups of ranks along an axis train by themselves, and meet every so many steps (DiLoCo): dc=20; "
-        "also wire=int8, parts=4",
+        "also wire=int8, parts=4, after=100",
     )  # fmt: skip
     help_ = "size of buckets of collectives (25 MiB)"
     parser.add_argument("--bucket", metavar="BYTES", type=count, default=BUCKET, help=help_)
@@ -370,7 +370,7 @@ def _local(text: str) -> Local:
     return _option(text, Local, axis, count(steps), **_settings(text, words, LOCAL, "local"))
 
 
-LOCAL: Settings = {"wire": (str, "int8"), "parts": (count, "4")}
+LOCAL: Settings = {"wire": (str, "int8"), "parts": (count, "4"), "after": (count, "100")}
 
 
 _PARTS = re.compile(r"((?:[^+/]+\+)*)([^+/]+|/.*)")  # axes, and an axis, a tier or a path

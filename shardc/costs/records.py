@@ -87,7 +87,8 @@ class OuterEntry:
     """What one rank sends in an outer step of groups that train by themselves, and how long that takes.
 
     ``groups``: how many there are along ``axis``. ``every``: the steps from one outer step to the next, in which a rank
-    sends ``wire_bytes``; where parameters are in parts, in as many pieces.
+    sends ``wire_bytes``; where parameters are in parts, in as many pieces. ``after``: the first steps, which send as
+    much each.
     """
 
     axis: str
@@ -95,6 +96,7 @@ class OuterEntry:
     every: Size
     wire_bytes: Count
     seconds: float
+    after: Count = 0
 
 
 @dataclass(frozen=True, slots=True)

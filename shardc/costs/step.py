@@ -103,7 +103,7 @@ def outer_entry(program: Program) -> OuterEntry | None:
     ranks = count * prod(rank_axes(program).values())
     link = program.options.machine.of_stages(local.axis, ranks)
     return OuterEntry(
-        local.axis, count, local.every, wire_bytes, rounded(link.seconds("all_reduce", wire_bytes, count))
+        local.axis, count, local.every, wire_bytes, rounded(link.seconds("all_reduce", wire_bytes, count)), local.after
     )
 
 
@@ -130,6 +130,7 @@ def outer_note(entry: OuterEntry | None) -> str:
     return (
         f"{entry.groups} groups along {entry.axis} train by themselves: every {entry.every} steps a rank sends {sent} "
         f"over {entry.axis} in {seconds_text(entry.seconds)}, {each} a step"
+        + (f"; the first {entry.after} steps send as much each" if entry.after else "")
     )
 
 

@@ -35,7 +35,9 @@ class Local:
     changes are sent. ``parts``: parameters are in so many parts, each with outer steps of its own, at other times.
     ``patience``: the seconds that groups wait for each other; one that has not come by then is left out, and goes on
     from what the others have at its next outer step. By default they wait as long as for any collective.
-    ``groups``: how many there are; by default as the axis has ranks.
+    ``groups``: how many there are; by default as the axis has ranks. ``after``: the first steps of an optimizer, after
+    each of which all groups go on from the mean of their changes, until the model has begun to learn (post-local SGD,
+    Lin et al. 2020).
     """
 
     axis: str
@@ -45,10 +47,12 @@ class Local:
     parts: int = 1
     patience: float | None = None
     groups: int | None = None
+    after: int = 0
 
     def __post_init__(self) -> None:
         _check_count("every", self.every, "it counts the optimizer's steps from one outer step to the next", 20)
         _check_count("parts", self.parts, "it counts the parts of the parameters", 4)
+        _check_count("after", self.after, "it counts the optimizer's first steps", 100, least=0)
         if self.parts > self.every:
             what, problem = f"parts={self.parts}, every={self.every}", "a step is the outer step of one part at most"
             raise OptionError("Local", what, problem, f"say parts={self.every} or less")
@@ -105,6 +109,6 @@ class Local:
         return replace(self, groups=self.groups or mesh.axis_size(self.axis), outer=None)
 
 
-def _check_count(name: str, value: Any, problem: str, example: int) -> None:
-    if type(value) is not int or value < 1:
-        raise OptionError("Local", f"{name}={value!r}", f"{problem}, 1 or more", f"say {name}={example}")
+def _check_count(name: str, value: Any, problem: str, example: int, least: int = 1) -> None:
+    if type(value) is not int or value < least:
+        raise OptionError("Local", f"{name}={value!r}", f"{problem}, {least} or more", f"say {name}={example}")

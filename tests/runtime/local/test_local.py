@@ -57,7 +57,7 @@ def batches() -> list[Tensor]:
     return [torch.randn(BATCH, 6, generator=generator, dtype=torch.float64) for _ in range(STEPS)]
 
 
-def expected(groups: int, every: int, parts: int = 1, steps: int = STEPS) -> list[dict[str, Tensor]]:
+def expected(groups: int, every: int, parts: int = 1, after: int = 0, steps: int = STEPS) -> list[dict[str, Tensor]]:
     """The parameters of each group, of copies of the model that are trained in plain torch."""
     models = [net() for _ in range(groups)]
     inner = [torch.optim.AdamW(model.parameters(), **INNER) for model in models]
@@ -67,23 +67,25 @@ def expected(groups: int, every: int, parts: int = 1, steps: int = STEPS) -> lis
     for anchor in anchors:
         parts_of.append(before * parts // total)
         before += anchor.numel()
-    for step, batch in enumerate(batches()[:steps], 1):
+    for step, batch in enumerate(batches()[:steps], 1 - after):
         for model, optimizer, own in zip(models, inner, batch.chunk(groups), strict=True):
             optimizer.zero_grad()
             model(own).backward()
             optimizer.step()
         for i, (anchor, outer, part) in enumerate(zip(anchors, outers, parts_of, strict=True)):
-            first = every * (part + 1) // parts
-            if step >= first and (step - first) % every == 0:
-                values = [list(model.parameters())[i] for model in models]
+            first, values = every * (part + 1) // parts, [list(model.parameters())[i] for model in models]
+            if step <= 0:
+                anchor.copy_(torch.stack([value.detach() for value in values]).mean(0))
+            elif step >= first and (step - first) % every == 0:
                 anchor.grad = torch.stack([anchor - value.detach() for value in values]).mean(0)
                 outer.step()
+            if step <= 0 or (step >= first and (step - first) % every == 0):
                 for value in values:
                     value.data.copy_(anchor)
     return [{name: each.detach() for name, each in model.named_parameters()} for model in models]
 
 
-def train(sizes: dict[str, int], annotations: Any, options: Any, local: Local, steps: int = STEPS) -> dict[str, Any]:
+def train(sizes: dict[str, int], annotations: Any, options: Any, local: Local) -> dict[str, Any]:
     """The parameters of this rank's group, and the bytes that this rank has sent to the others."""
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     torch.manual_seed(mesh.get_rank())  # whose values all start from are the first group's
@@ -92,7 +94,7 @@ def train(sizes: dict[str, int], annotations: Any, options: Any, local: Local, s
     module(batches()[0])
     optimizer = torch.optim.AdamW(module.parameters(), **INNER)
     sent = module.shardc.outer.groups.traffic
-    for batch in batches()[:steps]:
+    for batch in batches():
         optimizer.zero_grad()
         module(batch).backward()
         optimizer.step()
@@ -104,11 +106,11 @@ def train(sizes: dict[str, int], annotations: Any, options: Any, local: Local, s
 
 
 @pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize(("every", "parts"), [(4, 1), (5, 2)])
-def test_equals_copies_of_the_model(gloo: GlooPool, name: str, every: int, parts: int) -> None:
+@pytest.mark.parametrize(("every", "parts", "after"), [(4, 1, 0), (5, 2, 0), (5, 2, 3)])
+def test_equals_copies_of_the_model(gloo: GlooPool, name: str, every: int, parts: int, after: int) -> None:
     sizes, annotations, options = PLANS[name]
-    wanted = expected(sizes["dc"], every, parts)
-    for found in gloo.run(train, sizes, annotations, options, Local("dc", every, parts=parts)):
+    wanted = expected(sizes["dc"], every, parts, after)
+    for found in gloo.run(train, sizes, annotations, options, Local("dc", every, parts=parts, after=after)):
         for key, value in found["parameters"].items():
             torch.testing.assert_close(value, wanted[found["index"]][key], rtol=1e-10, atol=1e-10, msg=key)
 
@@ -152,6 +154,8 @@ def test_bytes(gloo: GlooPool) -> None:
     sent, announced, _ = gloo.run(bytes_of_steps, Local("dc", 20), 40)[0]
     assert sent == pytest.approx(2 * data_parallel / 20, rel=0.01), "float64"
     assert sent == 2 * announced
+    sent, announced, _ = gloo.run(bytes_of_steps, Local("dc", 20, after=3), 43)[0]
+    assert sent == (3 + 2) * announced
 
 
 @pytest.mark.parametrize("codec", ["int8", "bf16"])
@@ -169,9 +173,9 @@ def test_in_codes(gloo: GlooPool, codec: str) -> None:
 
 
 def resumed(
-    folder: Path, saves_at: int | None, sizes: dict[str, int], zero: Zero | None, outer: Any
+    folder: Path, saves_at: int | None, sizes: dict[str, int], zero: Zero | None, outer: Any = None, after: int = 0
 ) -> dict[str, Tensor]:
-    module, optimizer = on_groups(sizes, {"x": P("dc")}, Local("dc", 4, outer=outer), zero=zero)
+    module, optimizer = on_groups(sizes, {"x": P("dc")}, Local("dc", 4, outer=outer, after=after), zero=zero)
     if saves_at is not None:
         take_steps(module, optimizer, range(saves_at))
         shardc.save(folder, module, optimizer, step=saves_at)
@@ -197,6 +201,15 @@ def test_resumes(gloo: GlooPool, tmp_path: Path, outer: Any) -> None:
     torch.testing.assert_close(four[0]["up.weight"], wanted[0]["up.weight"], rtol=0.1, atol=0.1)
     loaded = shardc.load(tmp_path)["model"]["up.weight"]
     assert loaded.shape == (14, 6)
+
+
+def test_resumes_among_the_first_steps(gloo: GlooPool, tmp_path: Path) -> None:
+    """Groups that are alike still: on any number of them training goes on as it was."""
+    wanted = gloo.run(resumed, tmp_path, 4, {"dc": 2, "dp": 2}, None, None, 6)
+    for one, other in zip(
+        gloo.run(resumed, tmp_path, None, {"dc": 2, "dp": 2}, Zero("dp", 3), None, 6), wanted, strict=True
+    ):
+        torch.testing.assert_close(one["up.weight"], other["up.weight"], rtol=1e-12, atol=1e-12)
 
 
 class Late(nn.Module):
@@ -460,9 +473,15 @@ def test_refused_on_virtual_ranks() -> None:
 
 @pytest.mark.parametrize(
     ("wrong", "problem"),
-    [({"every": 0}, "1 or more"), ({"every": 2, "parts": 3}, "at most"), ({"every": 4, "wire": "1bit"}, "no codec"),
-     ({"every": 4, "outer": 0.7}, "makes an optimizer"), ({"every": 4, "patience": 0}, "in seconds")],
-)  # fmt: skip
+    [
+        ({"every": 0}, "1 or more"),
+        ({"every": 2, "after": -1}, "0 or more"),
+        ({"every": 2, "parts": 3}, "at most"),
+        ({"every": 4, "wire": "1bit"}, "no codec"),
+        ({"every": 4, "outer": 0.7}, "makes an optimizer"),
+        ({"every": 4, "patience": 0}, "in seconds"),
+    ],
+)
 def test_refused_options(wrong: dict[str, Any], problem: str) -> None:
     with pytest.raises(ShardingError, match=problem):
         Local("dc", **wrong)
