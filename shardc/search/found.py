@@ -26,13 +26,13 @@ class Found:
         return task.figure(self.price.seconds, self.price.peak)
 
     def rank(self, task: Task) -> tuple[object, ...]:
-        """A smaller rank is better: what fits in memory, then the least time or memory, then the shortest plan."""
+        """A smaller rank is better: what fits, the least time or memory, the shortest plan, the least of the other."""
         excess = task.excess(self.price.peak)
-        figure = self.figure(task)
+        figure, other = self.figure(task), task.figure(self.price.peak, self.price.seconds)
         annotations = self.plan.annotations
-        size = len(self.plan.options) + len(annotations)
+        size = len(self.plan.options) + len(annotations), len(self.plan.axes)
         text = f"{annotations}"
-        return excess, floor(log(figure) / EQUAL), size, len(self.plan.axes), len(text), f"{self.plan.mesh}", text
+        return excess, _rounded(figure), size, _rounded(other), len(text), f"{self.plan.mesh}", text
 
     def is_better(self, other: Found, task: Task) -> bool:
         """Whether it is worth a change: it fits and the other does not, or its figure is clearly less."""
@@ -40,6 +40,11 @@ class Found:
         if excess != excess_of_other:
             return excess < excess_of_other
         return self.figure(task) < (1 - WORTH) * other.figure(task)
+
+
+def _rounded(figure: float) -> int:
+    """A number that is the same for figures that are equal up to rounding, nearly always."""
+    return floor(log(figure) / EQUAL) if figure > 0 else 0
 
 
 def frontier(found: Iterable[Found]) -> list[Found]:

@@ -24,8 +24,9 @@ from shardc.language.machine import DEVICES, LINKS, Link, Machine
 from shardc.search.found import Found
 from shardc.search.pricing.price import Price
 from shardc.search.reasons import corrected
-from shardc.search.space.plan import Plan
+from shardc.search.space.plan import Axis, Plan
 from shardc.search.suggestion import Suggestion
+from shardc.search.task import Task
 from shardc.verify import verify
 
 NO_PIPELINE = {"pipeline": None}
@@ -74,10 +75,18 @@ def test_no_plan_is_listed_again_with_an_idle_option_or_its_axes_in_another_orde
     assert len({(tuple(sorted(each.mesh.sizes.values())), repr(each.cost)) for each in found}) == len(found) == 5
 
 
-def test_estimates_of_other_plans_are_corrected_and_in_whole_bytes() -> None:
-    def found(seconds: float, peak: float) -> Found:
-        return Found(Plan(()), Price(seconds, 0, 0, 0, 0, 0, 0, peak, 0, 0))
+def found(seconds: float, peak: float) -> Found:
+    return Found(Plan((Axis("dp", 4),)), Price(seconds, 0, 0, 0, 0, 0, 0, peak, 0, 0))
 
+
+def test_of_plans_that_take_equal_time_the_one_of_least_memory_is_better() -> None:
+    plans = [found(2.0, 7), found(2.0, 5), found(1.0, 9)]
+    by_time, by_memory = Task(4, Machine()), Task(4, Machine(), objective="memory")
+    assert sorted(plans, key=lambda each: each.rank(by_time)) == [plans[2], plans[1], plans[0]]
+    assert min([found(3.0, 5), plans[1]], key=lambda each: each.rank(by_memory)) == plans[1]
+
+
+def test_estimates_of_other_plans_are_corrected_and_in_whole_bytes() -> None:
     other = corrected(found(4.0, 7), chosen=found(3.0, 10), estimate=found(2.0, 3))
     assert (other.price.seconds, other.price.peak) == (6.0, 23)
 
