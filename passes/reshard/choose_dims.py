@@ -93,7 +93,7 @@ def _kind(plan: CutPlan, node: fx.Node) -> Hashable:
 
 
 def _ways(plan: CutPlan, node: fx.Node) -> Iterator[Way]:
-    """The free factors that can take the axes of a whole one, which then cut nothing of the op."""
+    """The factors that can take the axes of a whole one, which then cut nothing of the op, with their cuts."""
     program, rule, op = plan.program, plan.program.rule(node), plan.ops[node]
     kept = rule.whole | {factor for factor, count in rule.chunks.items() if count == 1}
     if not kept:
@@ -109,22 +109,29 @@ def _ways(plan: CutPlan, node: fx.Node) -> Iterator[Way]:
             if any(part.name == MICROBATCH for part in cut.axes):
                 continue  # they follow one another
             for other in rule.sizes:
-                if rule.may_cut(other, cut) and cut.is_even(rule.sizes[other]) and _is_free(plan, node, rule, other):
-                    yield other, cut
+                further = _further(plan, node, rule, other, cut)
+                if further and rule.may_cut(other, further) and further.is_even(rule.sizes[other]):
+                    yield other, further
 
 
-def _is_free(plan: CutPlan, node: fx.Node, rule: Rule, factor: str) -> bool:
-    """Whether all tensors of an op have a factor, and its plan leaves it whole; a mask of attention may lack it."""
+def _further(plan: CutPlan, node: fx.Node, rule: Rule, factor: str, cut: DimSharding) -> DimSharding | None:
+    """The cut of a factor that all tensors of an op have, a mask of attention aside, and that its plan leaves whole.
+
+    One of attention may be cut already, as heads are by ``tp``, and is cut further. None for others.
+    """
     operands = () if is_attention(node.target) else rule.operands
     if not all(rule.has(factor, dims) for dims in (*operands, *rule.results) if dims is not None):
-        return False
-    results = zip(plan.ops[node].results, rule.results, strict=True)
-    return all(
-        sharding is None
-        or dims is None
-        or all(sharding.dims[i] == WHOLE for i, own in enumerate(dims) if factor in own)
-        for sharding, dims in results
-    )
+        return None
+    results = zip(plan.ops[node].results, rule.results, plan.program.types(node), strict=True)
+    before = {
+        factor_cuts(dims, sharding.dims, type_.shape, rule.sizes).get(factor, WHOLE)
+        for sharding, dims, type_ in results
+        if sharding is not None and dims is not None and type_ is not None
+    }
+    if before <= {WHOLE}:
+        return cut
+    own = before.pop()
+    return None if before or own.minor or not is_attention(node.target) else DimSharding(own.axes + cut.axes)
 
 
 def _moved(plan: CutPlan, nodes: list[fx.Node], way: Way) -> tuple[StandIns, Moved]:

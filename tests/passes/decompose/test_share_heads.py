@@ -105,6 +105,22 @@ def test_with_other_axes(mesh: Mesh, zero: int | None) -> None:
     assert rings(compiled) == {2}
 
 
+@pytest.mark.parametrize("axes", [("cp", "tp"), ("tp", "cp")], ids="-".join)
+@pytest.mark.parametrize("way", ["auto", "ulysses"])
+def test_heads_that_are_cut_by_another_axis_are_shared_further(way: str, axes: tuple[str, str]) -> None:
+    """By all ranks that share the positions: no rank computes what another does."""
+    heads = {f"{name}.weight": P("tp", None) for name in "qkv"} | {f"{name}.bias": P("tp") for name in "qkv"}
+    given: dict[str, Any] = {"annotations": heads | {"out.weight": P(None, "tp")}}
+    model, mesh = Attending(heads=8, num_keys=8).double(), Mesh(**dict.fromkeys(axes, 2))
+    for samples in (1, 2):
+        inputs = {name: x[:samples] for name, x in draw(16).items()}
+        compiled = check_step(model, mesh, inputs, TOLERANCE, attention=way, **given)
+        moved = [each for each in kinds_sent(compiled) if each != "all_reduce"]
+        assert moved == ["all_to_all"] * 4
+        assert "all_gather" not in kinds_sent(compiled, "backward")
+        assert compiled.cost.flops == compiled.recompile(attention="ring").cost.flops
+
+
 def test_lengths_that_do_not_divide_are_a_ring_of_all() -> None:
     compiled = check_step(Attending(heads=4, num_keys=2).double(), Mesh(cp=4), draw(30), TOLERANCE)
     assert rings(compiled) == {4}
