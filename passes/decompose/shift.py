@@ -13,6 +13,7 @@ from torch import fx
 from shardc.language.sharding import TensorType, ceil_div
 from shardc.language.size import slice_bounds
 from shardc.language.windows import AROUND, EDGE, FILLED, MIRRORED, Windows
+from shardc.ops.reduction import sum_from_end
 
 from .along import Along, Windowed, windowed
 
@@ -223,21 +224,34 @@ def _scan_window(along: Along) -> Windows | None:
 
 
 def _cumsum(along: Along, window: Windows) -> fx.Node:
-    """The sum within each chunk, and the total of the chunks before it."""
+    """The sum within each chunk, and the totals of the chunks before it."""
+    return _scan(along, window, aten.gt.Tensor, dtype=along.emit.type(along.node).dtype)
+
+
+def _sum_from_end(along: Along, window: Windows) -> fx.Node:
+    """The sum within each chunk, and the totals of the chunks after it."""
+    return _scan(along, window, aten.lt.Tensor)
+
+
+def _scan(along: Along, window: Windows, reaches: Any, **kwargs: Any) -> fx.Node:
+    """The sum within each chunk, and the totals of the chunks that its own number ``reaches``."""
     emit, dim, count, dtype = along.emit, along.dim, along.count, along.emit.type(along.node).dtype
     chunks = along.apart(along.given["self"], window)
-    within = emit(aten.cumsum.default, chunks, dim + 1, dtype=dtype)
+    within = emit(along.node.target, chunks, dim + 1, **kwargs)
     totals = emit(aten.sum.dim_IntList, chunks, [dim + 1], dtype=dtype)
-    # the sum over the columns of a matrix of chunks by chunks, which holds the total of a column's chunk below it
+    # the sum over the columns of a matrix of chunks by chunks, which holds the total of a column's chunk if it counts
     rest = [1] * (len(emit.shape(totals)) - dim - 1)
     row, column = (
         emit(aten.reshape.default, emit(aten.arange.default, count), [*shape, *rest])
         for shape in ([count, 1], [1, count])
     )
     zero = emit(aten.scalar_tensor.default, 0, dtype=dtype)
-    matrix = emit(aten.where.self, emit(aten.gt.Tensor, row, column), emit(aten.unsqueeze.default, totals, dim), zero)
-    before = emit(aten.unsqueeze.default, emit(aten.sum.dim_IntList, matrix, [dim + 1], dtype=dtype), dim + 1)
-    return along.beside(emit(aten.add.Tensor, within, before), window)
+    matrix = emit(aten.where.self, emit(reaches, row, column), emit(aten.unsqueeze.default, totals, dim), zero)
+    others = emit(aten.unsqueeze.default, emit(aten.sum.dim_IntList, matrix, [dim + 1], dtype=dtype), dim + 1)
+    return along.beside(emit(aten.add.Tensor, within, others), window)
 
 
-SCANS = {aten.cumsum.default: windowed(_scan_window, _cumsum)}
+SCANS: dict[Any, Windowed] = {
+    aten.cumsum.default: windowed(_scan_window, _cumsum),
+    sum_from_end: windowed(_scan_window, _sum_from_end),
+}

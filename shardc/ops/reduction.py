@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardc.language.rule import Bind, OpCall, Rule, make_rule, rule
 from shardc.language.sharding import ReduceOp, TensorType
@@ -121,7 +122,14 @@ def _histogram_rule(call: OpCall) -> Rule:
 
 
 rule(aten.histc.default, _histogram_rule)
-rule(aten.cumsum.default, along(_dim(1), linear="0", in_chunks=True))
+
+
+def sum_from_end(self: Tensor, dim: int) -> Tensor:
+    """The sum of each element of a dim and of those after it: what ``cumsum`` leads back."""
+    return self.flip(dim).cumsum(dim).flip(dim)
+
+
+rule((aten.cumsum.default, sum_from_end), along(_dim(1), linear="0", in_chunks=True))
 for op in (
     aten.cumprod.default, aten.logcumsumexp.default, aten.cummax.default, aten.cummin.default, aten.sort.default,
     aten.glu.default, aten._softmax.default, aten._log_softmax.default, aten._safe_softmax.default,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -88,8 +89,12 @@ def takes_device(target: Any) -> bool:
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
-    """Every argument of a call of an op with a schema, by name and in order, defaults included."""
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    """Every argument of a call of an op, by name and in order, defaults included."""
+    if not hasattr(node.target, "_schema"):
+        bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
+        bound.apply_defaults()
+        return dict(bound.arguments)
+    schema = node.target._schema.arguments
     return {
         argument.name: node.args[i] if i < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
         for i, argument in enumerate(schema)

@@ -1,0 +1,36 @@
+"""Sums along a dim from its end: what the gradient of ``cumsum`` is made of, as one op in place of three."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.ops.reduction import sum_from_end
+from shardc.program.node import arguments
+from shardc.program.program import Program
+
+from ..emitter import Rewrite
+
+aten = torch.ops.aten
+
+
+def _flip(program: Program, node: fx.Node) -> fx.Node | None:
+    """``flip(cumsum(flip(x)))`` along one dim; None for other flips."""
+    outer, summed = arguments(node), arguments(node)["self"]
+    if summed.target is not aten.cumsum.default or program.type(summed).dtype != program.type(node).dtype:
+        return None
+    scan = arguments(summed)
+    flipped = scan["self"]
+    if flipped.target is not aten.flip.default:
+        return None
+    ndim, inner = len(program.type(node).shape), arguments(flipped)
+    x = inner["self"]
+    dims = {dim % max(1, ndim) for dim in (*outer["dims"], *inner["dims"], scan["dim"])}
+    if len(dims) > 1 or program.type(x).dtype != program.type(node).dtype:
+        return None
+    return program.emit(sum_from_end, x, dims.pop(), like=node)
+
+
+SCANS: dict[Any, Rewrite] = {aten.flip.default: _flip}
