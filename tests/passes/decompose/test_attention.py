@@ -68,6 +68,32 @@ def test_values_of_another_size_and_attention_of_three_dims_go_round(
         assert "ring_attention" in kinds_sent(compiled)
 
 
+class Broadcast(Attending):
+    """One head of keys for all queries, or one sample of them for all, without a word of it to torch."""
+
+    def __init__(self, num_samples: int) -> None:
+        super().__init__(num_keys=1)
+        self.num_samples = num_samples
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        k, v = k[: self.num_samples], v[: self.num_samples]
+        if self.num_samples == 1:
+            k, v = (x.expand(-1, self.heads, -1, -1) for x in (k, v))
+        return scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize("num_samples", [BATCH, 1])
+def test_keys_that_are_broadcast_go_round_as_they_are(num_samples: int) -> None:
+    torch.manual_seed(0)
+    for length in (8, 13):
+        compiled = check_step(Broadcast(num_samples).double(), Mesh(cp=2), draw(length), TOLERANCE, attention="ring")
+        assert [each for each in kinds_sent(compiled) if "ring" in each] == RING
+        if num_samples == BATCH:
+            grouped = check_step(Attending(num_keys=1).double(), Mesh(cp=2), draw(length), TOLERANCE, attention="ring")
+            sent, expected = ([each.wire_bytes for each in one.collectives] for one in (compiled, grouped))
+            assert sent == expected
+
+
 MASKS = {
     "rows of booleans": lambda n: torch.rand(n, n) > 0.4,
     "a row that sees nothing": lambda n: torch.arange(n).expand(n, n) < torch.arange(n).unsqueeze(1),
