@@ -11,14 +11,14 @@ import torch
 from torch import fx
 
 from shardc.language.errors import ShardingError
-from shardc.language.mesh import NO_RING
+from shardc.language.mesh import WITHOUT_EFFECT
 from shardc.language.sharding import TensorType, ceil_div, num_shards
 from shardc.ops.attention.kernels import TILED_FAMILY
 from shardc.ops.attention.ring import POSITIONS, Ring, ring_bytes, wide_dims
 from shardc.ops.attention.rules import BACKWARD, FORWARD, RINGS, ring_attention, ring_attention_backward
 from shardc.ops.attention.tiled import TILED, TILED_MASK_BACKWARD
 from shardc.options import GATHER, RING, ULYSSES
-from shardc.program.node import arguments
+from shardc.program.node import arguments, operand
 from shardc.program.program import Program
 
 from ..emitter import Emitter
@@ -222,15 +222,30 @@ def _replace(program: Program, node: fx.Node, op: Any, operands: Sequence[fx.Nod
         program.replace(node, [*results, *(emit(torch.ops.aten.zeros.default, []) for _ in more)])
 
 
-def no_ring(program: Program) -> list[str]:
-    """A note where the user asks for rings, and no attention is one."""
-    targets = [node.target for node in program.calls]
-    if program.options.attention != RING or any(target in RINGS for target in targets):
+def without_effect(program: Program, before: Program) -> list[str]:
+    """A note where the user asks for rings, or for shared heads, and no attention has them.
+
+    ``before``: the program in which nothing is taken apart.
+    """
+    way = program.options.attention
+    if way not in WITHOUT_EFFECT or any(node.target in RINGS for node in program.calls):
         return []
-    is_fused = any(target in FORWARD for target in targets)
-    why = "none has its positions cut" if is_fused else "softmax is written out, or a function changes scores"
-    remedy = "cut positions of an input" if is_fused else "write F.scaled_dot_product_attention, in transformers 'sdpa'"
-    return [f"{NO_RING}, as {why}: {remedy}"]
+    fused = [node for node in program.calls if node.target in FORWARD]
+    cut = [query for node in fused if program.sharding(query := operand(node)).dims[POSITIONS].all_axes]
+    if cut and way == ULYSSES:
+        return []
+    if cut:
+        why = f"the ranks of several axes do not divide {program.type(cut[0]).shape[POSITIONS]} positions"
+        remedy = "pad them, or cut them by one axis"
+    elif fused:
+        why, remedy = "none has its positions cut", "cut positions of an input"
+    elif any(node.target in WRITTEN_OUT for node in before.calls):
+        why = "softmax is written out, or a function changes scores"
+        remedy = "write F.scaled_dot_product_attention, in transformers 'sdpa'"
+    else:
+        why, remedy = "the model has none", f"leave attention={way!r} out"
+    return [f"{WITHOUT_EFFECT[way]}, as {why}: {remedy}"]
 
 
+WRITTEN_OUT = (torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.default)
 ATTENTION: dict[Any, Windowed] = {op: Rings(lambda along: [], _in_place) for op in (*FORWARD, *BACKWARD)}

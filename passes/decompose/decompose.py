@@ -41,7 +41,7 @@ from ..reshard.choose_cuts import Arrivals, assign, claims_on, current_shardings
 from ..reshard.insert_reshards import insert_reshards
 from ..reshard.lower_reshards import lower_reshards
 from .along import Along, Results, Windowed
-from .attention import ATTENTION, learned_masks, no_ring, with_own_kernels
+from .attention import ATTENTION, learned_masks, with_own_kernels, without_effect
 from .convolution import CONVOLUTIONS
 from .index import INDEXING, lookup_moves
 from .pool import POOLS, RESAMPLINGS
@@ -54,8 +54,8 @@ aten = torch.ops.aten
 
 def decompose(program: Program) -> Program:
     """The program with ops taken apart where that moves fewer bytes."""
-    program = cheapest_ends(_with_own_kernels(program), _decomposed)
-    return replace(program, notes=(*program.notes, *no_ring(program)))
+    apart = cheapest_ends(_with_own_kernels(program), _decomposed)
+    return replace(apart, notes=(*apart.notes, *without_effect(apart, program)))
 
 
 def _with_own_kernels(program: Program) -> Program:

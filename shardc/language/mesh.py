@@ -242,7 +242,10 @@ def idle_axis_text(name: str, size: int, remedy: str, is_stored: bool = False) -
     return f"axis {name} {cuts}, so that its {size} {_SAME_WORK} {remedy}"
 
 
-NO_RING = "attention='ring' makes no ring of any attention"
+WITHOUT_EFFECT = {
+    "ring": "attention='ring' makes no ring of any attention",
+    "ulysses": "attention='ulysses' shares the heads of no attention",
+}
 NO_DOT_RING = "overlap='ring' makes no ring of any product"
 NO_CODES = "no collective that carries more than a few floats is meant by it"
 
@@ -252,6 +255,6 @@ def warnings_among(notes: Iterable[str]) -> tuple[str, ...]:
 
     def is_told(note: str) -> bool:
         is_idle = note.startswith("axis ") and _SAME_WORK in note
-        return is_idle or note.startswith((NO_RING, NO_DOT_RING)) or note.endswith(NO_CODES)
+        return is_idle or note.startswith((*WITHOUT_EFFECT.values(), NO_DOT_RING)) or note.endswith(NO_CODES)
 
     return tuple(filter(is_told, notes))

@@ -183,20 +183,36 @@ class Written(Attending):
         return (q @ k.mT).softmax(-1) @ v
 
 
+class Summed(Attending):
+    """It has no attention."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        return q * (k * v).cumsum(2)
+
+
+@pytest.mark.parametrize("way", ["ring", "ulysses"])
 @pytest.mark.parametrize(
     ("model", "spec", "said"),
     [
-        (Attending(), P(None, "cp"), []),
-        (Attending(), P("cp"), ["none has its positions cut"]),
-        (Written(), P(None, "cp"), ["softmax is written out"]),
+        (Attending(), P(None, "cp"), ""),
+        (Attending(), P("cp"), "none has its positions cut"),
+        (Written(), P(None, "cp"), "softmax is written out"),
+        (Summed(), P(None, "cp"), "the model has none"),
     ],
-    ids=["a ring", "samples cut", "written out"],
+    ids=["has an effect", "samples cut", "written out", "none"],
 )
-def test_a_ring_that_is_asked_for_and_is_none_is_said(model: nn.Module, spec: P, said: list[str]) -> None:
-    compiled = compile(model, Mesh(cp=2), {"x": spec}, kwargs=draw(8, dtype=torch.float32), attention="ring")
-    notes = [note for note in compiled.program.notes if note.startswith("attention='ring'")]
-    assert len(notes) == len(said) and all(words in note for words, note in zip(said, notes, strict=True))
+def test_a_way_that_has_no_effect_is_said(model: nn.Module, spec: P, said: str, way: str) -> None:
+    compiled = compile(model, Mesh(cp=2), {"x": spec}, kwargs=draw(8, dtype=torch.float32), attention=way)
+    notes = [note for note in compiled.program.notes if note.startswith(f"attention={way!r}")]
+    assert len(notes) == bool(said) and all(said in note for note in notes)
     assert warnings_among(notes) == tuple(notes)
+
+
+def test_a_length_that_the_ranks_of_two_axes_do_not_divide_is_said_where_a_ring_is_asked_for() -> None:
+    given = {"kwargs": draw(34, dtype=torch.float32), "attention": "ring"}
+    compiled = compile(Attending(), Mesh(node=2, gpu=3), {"x": P(None, ("node", "gpu"))}, **given)
+    (note,) = warnings_among(compiled.program.notes)
+    assert "the ranks of several axes do not divide 34 positions: pad them, or cut them by one axis" in note
 
 
 def test_heads_that_do_not_divide_are_an_error_where_they_are_asked_for() -> None:
