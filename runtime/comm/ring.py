@@ -1,4 +1,4 @@
-"""Rings: each rank's chunk goes to the next rank, while it computes with the chunk that it has.
+"""Rings: each rank's chunk goes to the next rank, or to both neighbours, while it computes with the chunk that it has.
 
 All functions take a column of tensors for each operand, with an entry for each rank that lives in this process, and
 return a row of results for each. At most two chunks of other ranks are alive at a time: the one that is met and the one
@@ -8,6 +8,7 @@ on its way.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from shardc.language.partition import parse_parts
 from shardc.language.sharding import num_shards
 from shardc.ops.attention.joining import Gradients, Joined
-from shardc.ops.attention.ring import POSITIONS, Ring
+from shardc.ops.attention.ring import POSITIONS, Hop, Ring
 from shardc.ops.contraction import BoundDot, dot, gathered_dims, gathered_shapes, scattered_dims
 from shardc.ops.reduction import wide_dtype
 
@@ -32,15 +33,16 @@ def ring_attention(
     """The attention of each rank's queries, and its logsumexp. ``values``: the fields of a ``Ring``."""
     indices, ring = _indices(comm, axes), Ring(*values)
     joined = [Joined(ring, *each) for each in zip(indices, qs, vs, *leaves, strict=True)]
-    met: Rows = list(zip(ks, vs, strict=True))
+    chunks: Rows = list(zip(ks, vs, strict=True))
     if not ring.travels:
-        for own, row in zip(joined, met, strict=True):
-            own.meet(None, *row)
+        for own, (k, v) in zip(joined, chunks, strict=True):
+            own.meet(None, k, v)
         return [each.results for each in joined]
-    for step in range(ring.steps + 1):
-        arriving = _send_on(comm, axes, met, step, ring)
+    met, hops = chunks, ring.hops
+    for hop, following in zip_longest(hops, hops[1:]):
+        arriving = _send_on(comm, axes, chunks, met, hop, following)
         for own, index, (k, v) in zip(joined, indices, met, strict=True):
-            own.meet((index - step) % ring.count, k, v)
+            own.meet(ring.source(index, hop), k, v, hop.rows)
         met = arriving()
     return [each.results for each in joined]
 
@@ -52,42 +54,46 @@ def ring_attention_backward(
     """The gradients of each rank's queries, keys and values, and of its rows of the mask where that is asked for.
 
     Those of keys and values travel one step behind them, each rank adding its part. From the last rank that sees the
-    keys they go to their own, where its own part is added.
+    keys, on either way, they go to their own, where its own part is added.
     """
     indices, ring = _indices(comm, axes), Ring(*values)
-    last = ring.steps
     columns = grads, qs, outs, lses, *leaves
     gradients = [Gradients(ring, *each) for each in zip(indices, *columns, strict=True)]
-    met: Rows = list(zip(ks, vs, strict=True))
+    chunks: Rows = list(zip(ks, vs, strict=True))
     if not ring.travels:
-        alone = zip(gradients, qs, met, strict=True)
-        return [own.results(_like(own.meet(None, *row), row), q) for own, q, row in alone]
-    seen = ring.rows(min(1, last))  # of each chunk, by other ranks
-    parts, travelling = list[Row](), None  # what queries add in a step, and sums on their way
-    for step in range(last + 1):
-        arriving = _send_on(comm, axes, met, step, ring)
+        alone = zip(gradients, qs, chunks, strict=True)
+        return [own.results(_like(own.meet(None, k, v), (k, v)), q) for own, q, (k, v) in alone]
+    met, hops = chunks, ring.hops
+    of_own, travelling, seen = list[Row](), None, range(0)  # sums for its own chunk, and on their way, for which rows
+    for hop, following in zip_longest(hops, hops[1:]):
+        arriving = _send_on(comm, axes, chunks, met, hop, following)
         meetings = zip(gradients, indices, met, strict=True)
-        parts = [own.meet((index - step) % ring.count, *row) for own, index, row in meetings]
-        if step == 0:
+        parts: list[Row] = [own.meet(ring.source(index, hop), k, v, hop.rows) for own, index, (k, v) in meetings]
+        if travelling is not None and hop.is_first:
+            of_own = _added(of_own, hops[0].rows, travelling(), seen)
+        elif travelling is not None:
+            parts = _added(parts, hop.rows, travelling(), seen)
+        if hop.distance == 0:
             of_own = parts
         else:
-            sums = parts if travelling is None else _added(parts, ring.rows(step), travelling(), seen)
-            on = [_like(*each) for each in zip(sums, met, strict=True)]
-            travelling = comm.rotate(on, axes, 1 if step < last else -last)
+            is_last, seen = following is None or following.is_first, hop.seen
+            on = [_like(*each) for each in zip(parts, met, strict=True)]
+            travelling = comm.rotate(on, axes, -hop.distance if is_last else hop.way)
         met = arriving()
-    sums = of_own if travelling is None else _added(of_own, ring.rows(0), travelling(), seen)
-    own_rows = zip(ks, vs, strict=True)
-    return [own.results(_like(*each), q) for own, q, *each in zip(gradients, qs, sums, own_rows, strict=True)]
+    sums = of_own if travelling is None else _added(of_own, hops[0].rows, travelling(), seen)
+    return [own.results(_like(*each), q) for own, q, *each in zip(gradients, qs, sums, chunks, strict=True)]
 
 
-def _send_on(comm: Comm, axes: PartNames, met: Rows, step: int, ring: Ring) -> Callable[[], Rows]:
-    """Start to send what ranks further on see of what was met to the next rank; after the last step nothing."""
-    if step == ring.steps:
+def _send_on(
+    comm: Comm, axes: PartNames, chunks: Rows, met: Rows, hop: Hop, following: Hop | None
+) -> Callable[[], Rows]:
+    """Start to send what ranks further on see of what was met, or of own chunks as a way begins; at the end nothing."""
+    if following is None:
         return lambda: ()
-    here, further = ring.rows(step), ring.rows(step + 1)
-    if here != further:
-        met = [tuple(_part(x, here, further).contiguous() for x in row) for row in met]
-    return comm.rotate(met, axes)
+    sent, rows = (chunks, range(chunks[0][0].shape[POSITIONS])) if following.is_first else (met, hop.rows)
+    if rows != following.rows:
+        sent = [tuple(_part(x, rows, following.rows).contiguous() for x in row) for row in sent]
+    return comm.rotate(sent, axes, following.way)
 
 
 def _part(x: Tensor, rows: range, of_them: range) -> Tensor:

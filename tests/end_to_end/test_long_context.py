@@ -170,12 +170,16 @@ def test_nothing_moves_but_keys_values_one_label_and_sums() -> None:
 
 
 class Windowed(Attending):
-    """Two attentions, the second of which makes a mask of positions."""
+    """Two attentions, the second of which makes a mask of positions: keys behind are seen where ``is_band``."""
+
+    def __init__(self, is_band: bool) -> None:
+        super().__init__(num_keys=2)
+        self.is_band = is_band
 
     def forward(self, x: Tensor, y: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         position = torch.arange(x.shape[1])
         row, column = position.unsqueeze(1), position.unsqueeze(0)
-        seen = (column <= row) & ((column > row - 4) | (column < 2))
+        seen = (row - column).abs() < 4 if self.is_band else (column <= row) & ((column > row - 4) | (column < 2))
         return super().forward(x) + super().forward(x, mask=seen)
 
 
@@ -185,7 +189,8 @@ def trained(way: str, shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     inputs = draw(18, dtype=torch.float32)
     cut = P("dp" if "dp" in names else None, "cp:zigzag" if way == "zigzag" else "cp")
-    parallel = parallelize(Windowed(num_keys=2), mesh, {"x": cut}, attention="ring" if way == "zigzag" else way)
+    attention = "ring" if way in ("zigzag", "band") else way
+    parallel = parallelize(Windowed(is_band=way == "band"), mesh, {"x": cut}, attention=attention)
     parallel(**inputs)
     comm = parallel.shardc.conversion.comm
     comm.traffic[0].clear()
@@ -198,10 +203,10 @@ def trained(way: str, shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
     return loss.detach(), gradients, comm.traffic[0].bytes, announced
 
 
-@pytest.mark.parametrize("way", ["ring", "zigzag", "ulysses", "gather"])
+@pytest.mark.parametrize("way", ["ring", "zigzag", "band", "ulysses", "gather"])
 def test_on_real_ranks_a_step_is_that_of_one_device_and_sends_what_is_announced(gloo: GlooPool, way: str) -> None:
     torch.manual_seed(0)
-    model, inputs = Windowed(num_keys=2), draw(18, dtype=torch.float32)
+    model, inputs = Windowed(is_band=way == "band"), draw(18, dtype=torch.float32)
     expected = model(**inputs)
     wanted = torch.autograd.grad(expected, list(model.parameters()))
     shape, names = ((2, 2), ("dp", "cp")) if way == "ulysses" else ((4,), ("cp",))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import astuple
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardc.ops.attention.mask import CONSTANTS, INTERVALS, REFERENCE, Leaf, Mask, Step
 from shardc.ops.attention.ring import Ring
+from shardc.ops.zigzag import in_zigzag
 
 LEAVES = (Leaf("row", 0), Leaf("column", 0), Leaf("row", -3), Leaf("column", None, is_bool=True))
 CAUSAL, WINDOW, KEPT = ("ge.Tensor", 0, 1), ("gt.Tensor", 1, 2), 3
@@ -88,3 +90,41 @@ def test_keys_travel_as_far_as_a_window_reaches(window: int, steps: int) -> None
     leaves = (Leaf("row", 0), Leaf("column", 0), Leaf("row", -window), Leaf("column", None, is_bool=True))
     mask = made(CAUSAL, WINDOW, ("bitwise_and.Tensor", 4, 5), *scores(6), leaves=leaves)
     assert Ring("flash_attention_for_cpu", 4, 16, 16, False, None, made_by=astuple(mask)).steps == steps
+
+
+@pytest.mark.parametrize(
+    ("window", "distances"),
+    [(1, []), (2, [1, -1]), (9, [1, -1]), (10, [1, 2, -1, -2]), (11, [1, 2, 3]), (64, [1, 2, 3])],
+)
+def test_keys_go_both_ways_where_that_sends_fewer_rows(window: int, distances: list[int]) -> None:
+    """Of chunks of 8 rows; with windows of more than 10 positions all rows of the three others."""
+    near = made(("sub.Tensor", 0, 1), ("abs.default", 4), ("lt.Scalar", 5, float(window)), *scores(6))
+    ring = Ring("flash_attention_for_cpu", 4, 32, 32, False, None, made_by=astuple(near))
+    assert [hop.distance for hop in ring.hops] == [0, *distances]
+    assert sum(len(hop.rows) for hop in ring.hops[1:]) == (2 * (window - 1) if window < 11 else 24)
+
+
+@settings(max_examples=200)
+@given(
+    st.integers(2, 5), st.integers(1, 24), st.integers(-2, 8), st.integers(-2, 8), st.integers(0, 2), st.booleans()
+)  # fmt: skip
+@example(4, 24, -1, 7, 2, False)
+def test_steps_both_ways_show_each_query_what_it_sees_once(
+    count: int, length: int, before: int, behind: int, first: int, is_zigzag: bool
+) -> None:
+    """A band of positions, and the first few of all."""
+    band = ("sub.Tensor", 0, 1), ("le.Scalar", 4, float(before)), ("ge.Scalar", 4, float(-behind))
+    both = ("bitwise_and.Tensor", 5, 6), ("lt.Scalar", 1, float(first)), ("bitwise_or.Tensor", 7, 8)
+    mask = made(*band, *both, *scores(9))
+    ring = Ring("tiled", count, length, length, False, None, made_by=astuple(mask), in_zigzag=(is_zigzag, is_zigzag))
+    stretches = in_zigzag(length, count) if is_zigzag else [range(length)]
+    positions = torch.tensor([i for stretch in stretches for i in stretch]).split(-(-length // count))
+    far = torch.arange(length).view(-1, 1) - torch.arange(length)
+    wanted = ((far <= before) & (far >= -behind)) | (torch.arange(length) < first)
+    seen = torch.zeros(length, length)
+    for (index, own), hop in product(enumerate(positions), ring.hops):
+        source = ring.source(index, hop)
+        for tile in ring.tiles(index, source, hop.rows):
+            rows, columns = own[tile.rows].unsqueeze(1), positions[source][hop.rows.start : hop.rows.stop][tile.columns]
+            seen[rows, columns] += wanted[rows, columns] if tile.is_masked else 1.0
+    assert torch.equal(seen, wanted.float())

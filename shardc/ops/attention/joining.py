@@ -35,9 +35,9 @@ class Joined:
         self.out = v.new_zeros([batch, rows, heads, v.shape[3]], dtype=wide_dtype(v.dtype)).transpose(1, 2)
         self.lse = v.new_full(q.shape[:3], -torch.inf, dtype=self.out.dtype)
 
-    def meet(self, source: int | None, k: Tensor, v: Tensor) -> None:
-        """Let the queries attend to a chunk of keys and values, or to all of them if ``source`` is None."""
-        for tile in self.ring.tiles(self.index, source, self.q.is_cuda):
+    def meet(self, source: int | None, k: Tensor, v: Tensor, rows: range | None = None) -> None:
+        """Let the queries attend to ``rows`` of a chunk of keys and values, or to all keys if ``source`` is None."""
+        for tile in self.ring.tiles(self.index, source, rows, self.q.is_cuda):
             q, out, lse = (x[:, :, tile.rows] for x in (self.q, self.out, self.lse))
             scores = self.ring.scores(tile, self.leaves)
             run = kernels(self.ring.family, scores).forward
@@ -67,10 +67,10 @@ class Gradients:
         self.ring, self.index, self.rows, self.leaves = ring, index, (grad, q, out, lse), ring.prepared(leaves)
         self.of_queries, self.of_mask = q.new_zeros(q.shape, dtype=wide_dtype(q.dtype)), ring.zeros_of_mask(q)
 
-    def meet(self, source: int | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """What the queries add to the gradients of a chunk of keys and values, or of all if ``source`` is None."""
+    def meet(self, source: int | None, k: Tensor, v: Tensor, rows: range | None = None) -> tuple[Tensor, Tensor]:
+        """What the queries add to the gradients of these keys and values, which are as in ``Joined.meet``."""
         dk, dv = (x.new_zeros(x.shape, dtype=wide_dtype(x.dtype)) for x in (k, v))
-        for tile in self.ring.tiles(self.index, source, self.of_queries.is_cuda):
+        for tile in self.ring.tiles(self.index, source, rows, self.of_queries.is_cuda):
             grad, q, out, lse = (x[:, :, tile.rows] for x in self.rows)
             scores = self.ring.scores(tile, self.leaves, self.of_mask)
             run = kernels(self.ring.family, scores).backward

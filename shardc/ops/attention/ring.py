@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
-from itertools import product
+from itertools import accumulate, pairwise, product
 from typing import Any
 
 import torch
@@ -28,6 +28,30 @@ POSITIONS = 2  # the dim of queries, keys and values, of results and of the logs
 TILE = 1024  # queries, and keys, for which a part of a mask is made at a time
 TILE_ON_CUDA = 4096  # queries, and keys, whose scores are made at a time, where there is no mask
 MOST_COUNTED = 64  # chunks of which it is found out how far their keys travel, and which has most to do
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """One step of keys and values to the next rank, or to the one before.
+
+    ``distance``: each rank meets the chunk that is so many indices before its own, or behind it if below 0. ``rows``:
+    those of the chunk that are sent, since ranks see them in this step or further on that way. ``seen``: those that any
+    step that way sends, whose gradients travel in each.
+    """
+
+    distance: int
+    rows: range
+    seen: range
+
+    @property
+    def way(self) -> int:
+        """1 if keys go to the next rank, -1 if they go to the one before."""
+        return 1 if self.distance > 0 else -1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether ranks send rows of their own chunks in this step, and not of those that they have met."""
+        return abs(self.distance) == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +109,26 @@ class Ring:
 
     @property
     def steps(self) -> int:
-        """How far each chunk of keys travels: to the last rank that sees any of them."""
+        """How often keys go from one rank to another: each way as far as the last rank that sees any of them."""
         if not self.travels:
             return 0
         return self.count - 1 if self.sent is None else len(self.sent)
 
     @property
-    def sent(self) -> tuple[range, ...] | None:
-        """For each step the rows of a chunk of keys that are sent: those that ranks further on see. None for all."""
+    def sent(self) -> tuple[Hop, ...] | None:
+        """The steps, where a mask may hide rows; None where all rows go all the way round."""
         if not self.travels or self.mask is None or (not isinstance(self.count, int) and not self._hides_ends):
             return None
         return _sent(self._undrawn) if self.count <= MOST_COUNTED else None
+
+    @property
+    def hops(self) -> tuple[Hop, ...]:
+        """What a rank meets: its own chunk, then what each step brings."""
+        chunk = range(ceil_div(self.keys, self.count))
+        sent = self.sent
+        if sent is None:
+            sent = tuple(Hop(distance, chunk, chunk) for distance in range(1, self.steps + 1))
+        return Hop(0, chunk, chunk), *sent
 
     @property
     def _hides_ends(self) -> bool:
@@ -104,10 +137,10 @@ class Ring:
         queries, keys = ((range(1), range(length - 1, length)) for length in (self.queries, self.keys))
         return any(self.mask.shows(*each) is False for each in zip(queries, reversed(keys), strict=True))
 
-    def rows(self, step: int) -> range:
-        """The rows of a chunk of keys that are met in a step."""
-        chunk = range(ceil_div(self.keys, self.count))
-        return chunk if step == 0 or self.sent is None else self.sent[step - 1]
+    def source(self, index: int, hop: Hop) -> int:
+        """The index of the chunk that a rank meets, or of none where keys that go both ways come round the end."""
+        goes_both_ways = self.sent is not None and any(each.way < 0 for each in self.sent)
+        return index - hop.distance if goes_both_ways else (index - hop.distance) % self.count
 
     @property
     def imbalance(self) -> float:
@@ -123,15 +156,13 @@ class Ring:
             return self
         return replace(self, family="flash_attention", dropout=0.0, draw=0)
 
-    def tiles(self, index: int, source: int | None, on_cuda: bool = False) -> Iterator[Tile]:
+    def tiles(self, index: int, source: int | None, rows: range | None = None, on_cuda: bool = False) -> Iterator[Tile]:
         """What the queries of a chunk see of the keys of another chunk, or of all, in tiles; causal ones are square.
 
-        ``on_cuda``: tiles without a mask may be larger.
+        ``rows``: those of the keys that are there, by default all. ``on_cuda``: tiles without a mask may be larger.
         """
         runs, others = self._queries(index), self._keys(source)
-        if source is not None and self.sent is not None:
-            step = (index - source) % self.count
-            others = within(others, self.rows(step)) if step <= len(self.sent) else []
+        others = others if rows is None else within(others, rows)
         if self.family == TILED_FAMILY:
             yield from self._apart(runs, others, TILE_ON_CUDA if on_cuda else TILE)
         elif self.is_causal and self.mask is None and len(runs) > 1 and runs == others:
@@ -211,7 +242,8 @@ class Ring:
 
     def _keys(self, source: int | None) -> list[Run]:
         if source is not None:
-            return runs_of(self.keys, self.count, source, self.in_zigzag[1])
+            is_chunk = 0 <= source < self.count
+            return runs_of(self.keys, self.count, source, self.in_zigzag[1]) if is_chunk else []
         return side_by_side(in_zigzag(self.keys, self.count) if self.in_zigzag[1] else [range(self.keys)])
 
     def _apart(self, runs: Sequence[Run], others: Sequence[Run], unmasked: int) -> Iterator[Tile]:
@@ -253,22 +285,40 @@ def _of_tile(x: Tensor, tile: Tile) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def _sent(ring: Ring) -> tuple[range, ...]:
-    sent, later = list[range](), range(0)
-    for step in range(ring.count - 1, 0, -1):
-        later = _all_seen(ring, step, later)
-        sent.append(later)
-    return tuple(each for each in reversed(sent) if each)
+def _sent(ring: Ring) -> tuple[Hop, ...]:
+    """The steps of keys that all go to the next rank, or of keys that go both ways where these send fewer rows."""
+    distances = range(1, ring.count)
+    before, behind = ([_rows_seen(ring, way * distance) for distance in distances] for way in (1, -1))
+    around = list(map(_hull, before, reversed(behind)))
+    both = _hops(1, before) + _hops(-1, behind)
+    return min(_hops(1, around), both, key=_num_sent)
 
 
-def _all_seen(ring: Ring, step: int, seen: range) -> range:
-    """From the first to the last row of a chunk that is among ``seen``, or that any rank sees in a step."""
-    for index in range(ring.count):
-        chunk = ring._keys((index - step) % ring.count)
-        for run, other in product(ring._queries(index), chunk):
+def _num_sent(hops: Iterable[Hop]) -> int:
+    """How many rows a rank sends in forward and backward together."""
+    return sum(2 * len(hop.rows) + len(hop.seen) for hop in hops)
+
+
+def _hops(way: int, seen: Sequence[range]) -> tuple[Hop, ...]:
+    """The steps of keys that go one way, of which ranks see these rows at distances of 1, 2 and so on."""
+    sent = [*accumulate(reversed(seen), _hull)][::-1]
+    return tuple(Hop(way * distance, rows, sent[0]) for distance, rows in enumerate(sent, 1) if rows)
+
+
+def _hull(one: range, other: range) -> range:
+    """From the first to the last row of both."""
+    if not one or not other:
+        return one or other
+    return range(min(one.start, other.start), max(one.stop, other.stop))
+
+
+def _rows_seen(ring: Ring, distance: int) -> range:
+    """From the first to the last row that any rank sees of the chunk so many indices before its own."""
+    seen = range(0)
+    for index in range(max(0, distance), min(ring.count, ring.count + distance)):
+        for run, other in product(ring._queries(index), ring._keys(index - distance)):
             rows = place(other, _columns_seen(ring, run.positions, other.positions))
-            ends = [(each.start, each.stop) for each in (seen, rows) if each.start < each.stop]
-            seen = range(min((start for start, _ in ends), default=0), max((stop for _, stop in ends), default=0))
+            seen = _hull(seen, range(rows.start, rows.stop))
         if len(seen) == ceil_div(ring.keys, ring.count):
             break
     return seen
@@ -308,12 +358,12 @@ def _imbalance(ring: Ring) -> float:
 def ring_bytes(ring: Ring, keys: TensorType, values: TensorType, *, is_backward: bool) -> int:
     """Bytes that one rank sends, whose chunks of keys and values these are: in backward their gradients go with them.
 
-    The gradients have all rows that any other rank sees, in each step.
+    The gradients have all rows that any other rank sees, in each step that way.
     """
     chunk = keys.nbytes + values.nbytes
     if ring.sent is None:
         return ring.steps * chunk * (2 if is_backward else 1)
-    rows = sum(map(len, ring.sent)) + (ring.steps * len(ring.rows(min(1, ring.steps))) if is_backward else 0)
+    rows = sum(len(hop.rows) + (len(hop.seen) if is_backward else 0) for hop in ring.sent)
     return rows * (chunk // max(1, keys.shape[POSITIONS]))
 
 
@@ -325,13 +375,20 @@ def ring_workspace(ring: Ring, keys: TensorType, values: TensorType, *, is_backw
     """
     chunk, foreign = keys.nbytes + values.nbytes, min(2, ring.steps)
     if ring.sent:
-        rows = [*map(len, ring.sent[:2])]
-        rows += rows[:1] if rows[0] < keys.shape[POSITIONS] else []
-        chunk, foreign = chunk // max(1, keys.shape[POSITIONS]), sum(rows)
+        chunk, foreign = chunk // max(1, keys.shape[POSITIONS]), _rows_held(ring)
     if not is_backward:
         return foreign * chunk
     sums = 2 * (keys.nbytes + values.nbytes) * wide_dtype(keys.dtype).itemsize // keys.dtype.itemsize
     return 2 * foreign * chunk + sums
+
+
+def _rows_held(ring: Ring) -> int:
+    """The most rows that a rank holds at a time of those that it meets, that arrive, and that it has copied to send."""
+    most, own = 0, ring.hops[0]
+    for hop, following in pairwise(ring.hops):
+        is_copied = following.rows != (own if following.is_first else hop).rows
+        most = max(most, len(hop.rows) * (hop is not own) + len(following.rows) * (1 + is_copied))
+    return most
 
 
 def mask_workspace(of_mask: TensorType, nbytes: int) -> int:

@@ -47,7 +47,7 @@ class CollectiveEntry:
     of the stage. ``node``: the values that it moves, joined by a comma and a blank. ``source``: the lines of the user's
     model, file.py:line, likewise. ``cause``: why it is there, down to the annotations; parts end with a semicolon.
     ``stage``: of a pipeline, whose it is. ``times``: of a pipeline, how often it goes in a step. ``steps``: of a ring,
-    how often keys and values go on to the next rank. ``codec``: of what is sent in codes.
+    how often keys and values go on to a neighbour. ``codec``: of what is sent in codes.
     """
 
     id: str

@@ -183,6 +183,33 @@ def test_what_a_number_hides_is_as_on_one_device(
     assert rings(compiled) == ONE
 
 
+class Near(Biased):
+    """A bias for each distance below 3 to both sides; what is further off is not seen."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__("for all", 1, rate=rate, num_keys=2)
+        self.bias = nn.Parameter(torch.randn(5, 4))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        far = torch.arange(k.shape[2]) - torch.arange(q.shape[2]).unsqueeze(1)
+        bias = embedding(far.clamp(-2, 2) + 2, self.bias).permute(2, 0, 1).unsqueeze(0)
+        return super().attend(q, k, v, torch.where(far.abs() < 3, bias, torch.tensor(-torch.inf, dtype=bias.dtype)))
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+@pytest.mark.parametrize(("count", "length"), [(3, 14), (4, 24)])
+def test_keys_that_go_both_ways_give_the_gradient_of_a_mask(
+    count: int, length: int, rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rows of keys go to each neighbour."""
+    monkeypatch.setattr("shardc.ops.attention.ring.TILE", 2)
+    torch.manual_seed(0)
+    compiled = check(Near(rate).double(), Mesh(cp=count), draw(length))
+    sent = [(each.steps, each.wire_bytes) for each in compiled.collectives if "ring" in each.name]
+    rows = 2 * 8 * BATCH * WIDTH // 2 * 4
+    assert rings(compiled) == ONE and sent == [(2, rows), (2, 2 * rows)]
+
+
 def test_no_rank_has_a_mask_of_all_rows_and_none_is_saved_for_each_sample() -> None:
     torch.manual_seed(0)
     model, length = Buckets(-1e9, is_padded=True).double(), 16
