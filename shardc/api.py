@@ -251,8 +251,8 @@ def compile(
         precision: see ``Precision``.
         remat: see ``Remat``.
         bucket: bytes of collectives that are sent together.
-        links: the machine that times are estimated for, ``{"tp": "nvlink", "dp": "ib"}``, a file of
-            ``shardc bench-links`` or a ``Machine``.
+        links: the machine that times are estimated for: ``{"tp": "nvlink", "dp": "ib"}``, ``"nvlink"`` for all axes, a
+            file of ``shardc bench-links`` or a ``Machine``.
         optimizer: ``adam``, ``adamw``, ``momentum`` or ``sgd``, whose states count as memory and its step as time.
         attention: how it is computed where positions are cut: in a ``"ring"``, in which keys and values go from rank to
             rank; with positions whole and heads cut instead (``"ulysses"``), by as many neighbours as heads of keys

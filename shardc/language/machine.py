@@ -336,6 +336,8 @@ def machine_of(links: Links, device: Device | str | None = None, nodes: tuple[in
 
 
 def _read(links: Mapping[str, Link | str] | str | Path | None) -> Machine:
+    if isinstance(links, str) and SHORT.get(links, links) in LINKS:
+        return Machine({"*": link_named("links", links)})
     if isinstance(links, Path) or (isinstance(links, str) and "=" not in links):
         return load(links)
     if isinstance(links, str):
@@ -370,9 +372,8 @@ def _link_of(kinds: Iterable[Iterable[Any]] = (), **fields: Any) -> Link:
 
 
 def _unreadable(path: str | Path, problem: str) -> OptionError:
-    remedy = did_you_mean(str(path), (*LINKS, *SHORT))
-    remedy = f"say links by axis, as tp={path}" if str(path) in (*LINKS, *SHORT) else remedy
-    return OptionError("links", f"{str(path)!r}", problem, remedy or "run shardc bench-links -o FILE, or say tp=nvlink")
+    remedy = did_you_mean(str(path), (*LINKS, *SHORT)) or "run shardc bench-links -o FILE, or say nvlink"
+    return OptionError("links", f"{str(path)!r}", problem, remedy)
 
 
 def link_named(who: str, link: Link | str) -> Link:

@@ -447,7 +447,7 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
         [*DUMP, "--links", "DIR/targets.py"], 2,
         "shardc: links: 'DIR/targets.py'\n"
         "  it is no file of shardc bench-links, version 1\n"
-        "  run shardc bench-links -o FILE, or say tp=nvlink",
+        "  run shardc bench-links -o FILE, or say nvlink",
     ),
     "a device that is not known": (
         [*DUMP, "--device", "h1000"], 2,

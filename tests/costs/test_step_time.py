@@ -58,6 +58,7 @@ def test_a_machine_is_the_same_after_it_was_written_and_read(tmp_path: Path) -> 
     path, found = tmp_path / "links.json", machine_of({"dp": "ib", "*": Link(1e-4, 1e9, 0.25)}, "h100")
     path.write_text(json.dumps(found.to_json()))
     assert machine_of(str(path)) == machine_of(path) == found
+    assert machine_of("ib") == machine_of({"*": "ib"})
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,7 @@ def test_a_machine_is_the_same_after_it_was_written_and_read(tmp_path: Path) -> 
             None,
             "links['tp']: 'nvlnk'\n  there is no such link\n  did you mean nvlink or nvlink5 or nvlink4?",
         ),
-        ("nvlink", None, "links: 'nvlink'\n  No such file or directory\n  say links by axis, as tp=nvlink"),
+        ("nvlnk", None, "links: 'nvlnk'\n  No such file or directory\n  did you mean nvlink or nvlink5 or nvlink4?"),
         ({"tp": "ib"}, "h10", "device: 'h10'\n  there is no such device\n  did you mean h100 or h200 or a100?"),
     ],
 )
