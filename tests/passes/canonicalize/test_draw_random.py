@@ -197,7 +197,7 @@ def test_attention_with_a_dropout_is_an_op_of_our_own_that_draws_by_the_counter(
 
 def test_attention_with_a_dropout_that_is_no_one_op_is_captured_by_no_kernel_that_draws_by_itself() -> None:
     def attend(x: Tensor, dropout: float) -> bool:
-        """Whether kernels that draw are allowed; all samples of queries see the keys of one."""
+        """Whether kernels that draw are allowed; keys have one head, and values two."""
         seen: list[bool] = []
 
         class Look(TorchFunctionMode):
@@ -207,7 +207,7 @@ def test_attention_with_a_dropout_that_is_no_one_op_is_captured_by_no_kernel_tha
                 return func(*args, **(kwargs or {}))
 
         with Look(), FunctionRewrites(Masks(Guards([]), by_index=False)):
-            F.scaled_dot_product_attention(x, x[:1], x[:1], None, dropout)
+            F.scaled_dot_product_attention(x, x[:, :1], x, None, dropout)
         return seen[0]
 
     x = torch.randn(2, 2, 8, 4)
