@@ -14,7 +14,7 @@ import shardc
 from shardc import Mesh, P, ShardingError
 from shardc.language.errors import InternalError
 from shardc.ops import RULES
-from shardc.passes.canonicalize import views
+from shardc.passes.canonicalize import scans
 from shardc.passes.order import PASSES, Pass, run_passes
 from shardc.program.program import Program
 
@@ -46,7 +46,7 @@ def test_a_pass_that_fails_names_itself_the_op_and_its_line(monkeypatch: pytest.
     def rewrite(program: Program, node: Any) -> Any:
         return failing()
 
-    monkeypatch.setitem(views.VIEWS, aten.flip.default, rewrite)
+    monkeypatch.setitem(scans.SCANS, aten.flip.default, rewrite)
     with pytest.raises(InternalError) as error:
         compiled(flipped, MESH, {"x": P("dp")}, x=value(8, 4))
     lines = str(error.value).splitlines()
