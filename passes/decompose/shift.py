@@ -233,8 +233,8 @@ def _sum_from_end(along: Along, window: Windows) -> fx.Node:
     return _scan(along, window, aten.lt.Tensor)
 
 
-def _scan(along: Along, window: Windows, reaches: Any, **kwargs: Any) -> fx.Node:
-    """The sum within each chunk, and the totals of the chunks that its own number ``reaches``."""
+def _scan(along: Along, window: Windows, is_beyond: Any, **kwargs: Any) -> fx.Node:
+    """The sum within each chunk, plus the totals of the chunks that ``is_beyond`` picks by their numbers."""
     emit, dim, count, dtype = along.emit, along.dim, along.count, along.emit.type(along.node).dtype
     chunks = along.apart(along.given["self"], window)
     within = emit(along.node.target, chunks, dim + 1, **kwargs)
@@ -246,7 +246,7 @@ def _scan(along: Along, window: Windows, reaches: Any, **kwargs: Any) -> fx.Node
         for shape in ([count, 1], [1, count])
     )
     zero = emit(aten.scalar_tensor.default, 0, dtype=dtype)
-    matrix = emit(aten.where.self, emit(reaches, row, column), emit(aten.unsqueeze.default, totals, dim), zero)
+    matrix = emit(aten.where.self, emit(is_beyond, row, column), emit(aten.unsqueeze.default, totals, dim), zero)
     others = emit(aten.unsqueeze.default, emit(aten.sum.dim_IntList, matrix, [dim + 1], dtype=dtype), dim + 1)
     return along.beside(emit(aten.add.Tensor, within, others), window)
 

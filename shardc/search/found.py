@@ -26,7 +26,7 @@ class Found:
         return task.figure(self.price.seconds, self.price.peak)
 
     def rank(self, task: Task) -> tuple[object, ...]:
-        """A smaller rank is better: what fits, the least time or memory, the shortest plan, the least of the other."""
+        """A smaller rank is better: what fits, then the objective, the shortest plan, the other of time and memory."""
         excess = task.excess(self.price.peak)
         figure, other = self.figure(task), task.figure(self.price.peak, self.price.seconds)
         annotations = self.plan.annotations

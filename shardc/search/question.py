@@ -105,7 +105,7 @@ def _fixed(fix: Any, axes: Collection[str], devices: int) -> dict[str, tuple[Any
     for name, values in fixed.items():
         who = f"fix={{{name!r}: ...}}"
         if name not in NAMES and not _is_axis(str(name), axes):
-            remedy = did_you_mean(str(name), NAMES) or f"name one of {', '.join((*NAMES, *axes))}"
+            remedy = did_you_mean(str(name), NAMES) or f"name one of {', '.join((*NAMES, *sorted(axes)))}"
             raise OptionError(who, f"{name!r}", "a plan has no such part", remedy)
         if not values:
             raise OptionError(who, "[]", "it allows no value", "list the values that a plan may have, or leave it out")
