@@ -238,7 +238,7 @@ MAX_GATHERS = 2  # one after another, over the slow axes of ZeRO and then over i
 
 def is_early(node: fx.Node) -> bool:
     """Whether a node only fetches an input, or gathers inputs a few ops after them: it could be the first call."""
-    return is_fetch(node) or (_gathers(node) and all(chain(part.operand) is not None for part in members(node)))
+    return is_fetch(node) or (_gathers(node) and None not in _chains(node))
 
 
 def is_fetch(node: fx.Node) -> bool:
@@ -274,38 +274,60 @@ def _gathers(node: fx.Node) -> bool:
     return bool(parts) and parts[0].kind == "all_gather"
 
 
-def chain(node: fx.Node, most: int = MAX_CHAIN, gathers: int = MAX_GATHERS - 1) -> list[fx.Node] | None:
-    """The ops from inputs to a value, in order; None where there are more than ``most`` or several operands.
+def chain(node: fx.Node) -> list[fx.Node] | None:
+    """The ops from inputs to a value, in order; None where they are too many, or some have several operands.
 
     Those of an earlier gather and those from several inputs to their codes count apart.
     """
-    if node.op == "placeholder" or is_saved(node):
-        return []
-    if node.op != "call_function":
-        return None
-    is_sent = _gathers(node)
-    if is_encode(node) or (is_sent and gathers > 0):
-        chains = [chain(each, gathers=gathers - is_sent) for each in node.all_input_nodes]
-        return None if None in chains else [*dict.fromkeys(op for each in chains for op in each or ()), node]
-    if members(node) or len(node.all_input_nodes) != 1:
-        return None
-    is_received = (
-        is_fetch(node)
-        or is_decode(node)
-        or (is_getitem(node) and (_gathers(operand(node)) or is_decode(operand(node))))
-    )
-    if not is_received and (most == 0 or is_getitem(node)):
-        return None
-    before = chain(node.all_input_nodes[0], most - (not is_received), gathers)
-    return None if before is None else [*before, node]
+    return _Chains().to(node)
+
+
+def _chains(node: fx.Node) -> list[list[fx.Node] | None]:
+    """The chain of each value that an early node gathers."""
+    chains = _Chains()
+    return [chains.to(part.operand) for part in members(node)]
+
+
+class _Chains:
+    """Chains to values. State: ``known``; the values of a bucket have the chains of an earlier bucket in common."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[fx.Node, int, int], list[fx.Node] | None] = {}
+
+    def to(self, node: fx.Node, most: int = MAX_CHAIN, gathers: int = MAX_GATHERS - 1) -> list[fx.Node] | None:
+        """The chain to a value, of at most ``most`` ops behind the last gather, and ``gathers`` before."""
+        key = (node, most, gathers)
+        if key not in self.known:
+            self.known[key] = self._found(*key)
+        return self.known[key]
+
+    def _found(self, node: fx.Node, most: int, gathers: int) -> list[fx.Node] | None:
+        if node.op == "placeholder" or is_saved(node):
+            return []
+        if node.op != "call_function":
+            return None
+        is_sent = _gathers(node)
+        if is_encode(node) or (is_sent and gathers > 0):
+            chains = [self.to(each, gathers=gathers - is_sent) for each in node.all_input_nodes]
+            return None if None in chains else [*dict.fromkeys(op for each in chains for op in each or ()), node]
+        if members(node) or len(node.all_input_nodes) != 1:
+            return None
+        is_received = (
+            is_fetch(node)
+            or is_decode(node)
+            or (is_getitem(node) and (_gathers(operand(node)) or is_decode(operand(node))))
+        )
+        if not is_received and (most == 0 or is_getitem(node)):
+            return None
+        before = self.to(node.all_input_nodes[0], most - (not is_received), gathers)
+        return None if before is None else [*before, node]
 
 
 def move_before(place: fx.Node, node: fx.Node) -> None:
     """Move the operands of an early gather before another node, where they are not there already."""
-    for part in members(node):
-        for each in chain(part.operand) or ():
-            if place < each:
-                place.prepend(each)
+    for each in dict.fromkeys(op for ops in _chains(node) for op in ops or ()):
+        if place < each:
+            place.prepend(each)
 
 
 def layer(program: Program, node: fx.Node) -> str:
