@@ -1,8 +1,8 @@
 """canonicalize: captured -> canonical. Fewer kinds of op, each with a rule that holds.
 
 Losses and means become sums and divisions (losses.py), random ops become draws by a counter (draw_random.py), rows that
-are sorted by expert stay where they are (unsort.py), sums from the end of a dim become one op (scans.py), and views and
-constants get one form each (views.py)::
+are sorted by expert stay where they are (unsort.py), sums from the end of a dim become one op (scans.py), triangles a
+choice by row and column (triangles.py), and views and constants get one form each (views.py)::
 
     mean: f32[] = mean(x)                      sum: f32[] = sum(x);  div: f32[] = div(sum, 512)
     m: f32[8, 64] = bernoulli(x, 0.9)     ->   u = uniform(random, 8153, index);  lt = lt(u, 0.9);  m = _to_copy(lt)
@@ -28,6 +28,7 @@ from ..emitter import Emitter, Results, Rewrite
 from .draw_random import draw_random
 from .losses import LOSSES
 from .scans import SCANS
+from .triangles import TRIANGLES
 from .unsort import KNOWN_PLACES, unsort
 from .views import CONSTANTS, SAME, VIEWS
 
@@ -38,7 +39,7 @@ def canonicalize(program: Program) -> Program:
     """The program in fewer kinds of op, with equal values."""
     program = program.edited("canonical")
     draw_random(program)
-    _rewrite(program, VIEWS | CONSTANTS | LOSSES | CONVOLUTIONS | SCANS)
+    _rewrite(program, VIEWS | CONSTANTS | LOSSES | CONVOLUTIONS | SCANS | TRIANGLES)
     if unsort(program):
         _rewrite(program, KNOWN_PLACES)
     program.remove_dead()

@@ -26,13 +26,15 @@ Results = fx.Node | list[fx.Node | None]
 class Along:
     """An op to be taken apart along a dim that is cut in ``count`` chunks.
 
-    ``chosen``: the op in the program before it was copied to be rewritten, which still has its shardings.
+    ``chosen``: the op in the program before it was copied to be rewritten, which still has its shardings. ``nested``:
+    where several axes do not divide the dim, of how many ranks each is, as it cuts what those before it left.
     """
 
     emit: Emitter
     dim: int
     count: int
     chosen: Emitter | None = None
+    nested: tuple[int, ...] = ()
 
     @property
     def given(self) -> dict[str, Any]:
@@ -124,12 +126,14 @@ Reach = Callable[[Along], Sequence[tuple[Windows, TensorType]]]  # the windows t
 class Windowed:
     """How an op is taken apart: what it reaches, nothing where it cannot be along the dim; and what it becomes.
 
-    ``piece``: a factor that counts the equal pieces of a dim, which are windows of the dim too.
+    ``piece``: a factor that counts the equal pieces of a dim, which are windows of the dim too. ``nests``: whether
+    chunks may be those of several axes which do not divide the dim.
     """
 
     reach: Reach
     expand: Callable[[Along], Results]
     piece: str = ""
+    nests: bool = False
 
     def moved(self, along: Along) -> int | None:
         """Bytes that all ranks together send of the windowed tensors' edges; None where it cannot be taken apart."""

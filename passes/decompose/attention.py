@@ -26,6 +26,8 @@ from .along import Along, Results, Windowed
 from .mask import Placed, as_wide, mask_program
 from .share_heads import HEADS, Shared, with_heads, with_positions
 
+DETOUR = 3  # how much more is sent where heads are shared in place of nested chunks, which go there axis by axis
+
 
 @dataclass(frozen=True, slots=True)
 class Rings(Windowed):
@@ -41,7 +43,7 @@ class Rings(Windowed):
             return None
         ring = _ring(along)[0]
         ranks = _sharing_heads(along, ring)
-        if ranks == along.count:
+        if ranks == along.count and not _is_made_in_tiles(along, ring, ranks):
             return None  # all axes of positions move to heads, see choose_dims
         return along.count * _sent(along, ring, ranks, RINGS[along.node.target in BACKWARD])
 
@@ -55,6 +57,7 @@ def _sent(along: Along, ring: Ring, ranks: int, target: Any) -> int:
     queries, keys, values = (along.emit.type(along.given[name]) for name in ("query", "key", "value"))
     results, count = queries.nbytes // queries.shape[3] * values.shape[3], along.count // ranks
     to_heads = (queries.nbytes + keys.nbytes + values.nbytes + results) * (ranks - 1) // (along.count * ranks)
+    to_heads *= DETOUR if along.nested else 1
     if not ring.travels:
         return to_heads + (keys.nbytes + values.nbytes) * (count - 1) // (count * ranks)
     chunk = ceil_div(keys.shape[POSITIONS], count)
@@ -67,7 +70,7 @@ def _sharing_heads(along: Along, ring: Ring) -> int:
     """How many of the ranks that share the positions share the heads of keys instead: in auto what sends least.
 
     1 where the model is given a mask with a row for each query, or learns one, since a rank would need whole rows.
-    Fewer than all where the model makes such a mask, since only rings make it piece by piece.
+    Fewer than all where the model makes such a mask and ranks cannot make it tile by tile.
     """
     program, way = along.emit.program, along.emit.program.options.attention
     if way in (RING, GATHER):
@@ -80,10 +83,16 @@ def _sharing_heads(along: Along, ring: Ring) -> int:
     given = {leaf.along for leaf in ring.mask.leaves} if ring.mask is not None else set[str]()
     if "both" in given or _learns_mask(along.node):
         return 1
-    if "row" in given and ways[-1] == along.count:
+    if "row" in given and ways[-1] == along.count and not _is_made_in_tiles(along, ring, along.count):
         ways.pop()
     kinds = RINGS if _has_backward(program) else RINGS[:1]
     return min(ways, key=lambda ranks: sum(_sent(along, ring, ranks, kind) for kind in kinds))
+
+
+def _is_made_in_tiles(along: Along, ring: Ring, ranks: int) -> bool:
+    """Whether ranks that share heads make a mask tile by tile, which has a row for each query, from vectors."""
+    along_dims = {leaf.along for leaf in ring.mask.leaves} if ring.mask is not None else set[str]()
+    return "row" in along_dims and "both" not in along_dims and Shared.by(along, ranks) is not None
 
 
 def _learns_mask(attention: fx.Node) -> bool:
@@ -127,7 +136,7 @@ def _ring(along: Along) -> tuple[Ring, list[Placed]]:
     given, mask, program = along.given, _mask(along), along.emit.program
     lengths = along.size(given["query"]), along.size(given["key"])
     family, travels = (FORWARD | BACKWARD)[along.node.target], program.options.attention != GATHER
-    ring = Ring(family, along.count, *lengths, given["is_causal"], given["scale"], travels)
+    ring = Ring(family, along.count, *lengths, given["is_causal"], given["scale"], travels, nested=along.nested)
     ring = replace(ring, dropout=given.get("dropout_p", 0.0), draw=given.get("draw", 0))
     ring = replace(ring, score_text=given.get("score_mod", ""))
     if mask is None:
@@ -231,13 +240,9 @@ def without_effect(program: Program, before: Program) -> list[str]:
     if way not in WITHOUT_EFFECT or any(node.target in RINGS for node in program.calls):
         return []
     fused = [node for node in program.calls if node.target in FORWARD]
-    cut = [query for node in fused if program.sharding(query := operand(node)).dims[POSITIONS].all_axes]
-    if cut and way == ULYSSES:
-        return []
-    if cut:
-        why = f"the ranks of several axes do not divide {program.type(cut[0]).shape[POSITIONS]} positions"
-        remedy = "pad them, or cut them by one axis"
-    elif fused:
+    if any(program.sharding(operand(node)).dims[POSITIONS].all_axes for node in fused):
+        return []  # all ranks share heads, see choose_dims
+    if fused:
         why, remedy = "none has its positions cut", "cut positions of an input"
     elif any(node.target in WRITTEN_OUT for node in before.calls):
         why = "softmax is written out, or a function changes scores"
@@ -248,4 +253,4 @@ def without_effect(program: Program, before: Program) -> list[str]:
 
 
 WRITTEN_OUT = (torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.default)
-ATTENTION: dict[Any, Windowed] = {op: Rings(lambda along: [], _in_place) for op in (*FORWARD, *BACKWARD)}
+ATTENTION: dict[Any, Windowed] = {op: Rings(lambda along: [], _in_place, nests=True) for op in (*FORWARD, *BACKWARD)}

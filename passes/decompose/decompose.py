@@ -181,8 +181,9 @@ def _in_windows(along: Along, emit: Emitter) -> Results:
 def _windows(program: Program, node: fx.Node, rule: Rule, cuts: Cuts) -> Iterator[tuple[str, Along, int]]:
     """The factors along which an op can be taken apart into windows, and the bytes that all ranks then send."""
     for factor, cut in cuts.items():
-        for dim, in_chunks in _cut_dims(program, node, rule, factor, cut):
-            along = Along(Emitter(program, node), dim, num_shards(in_chunks.axes))
+        for dim, in_chunks, divides in _cut_dims(program, node, rule, factor, cut):
+            nested = () if divides else tuple(part.size for part in in_chunks.axes)
+            along = Along(Emitter(program, node), dim, num_shards(in_chunks.axes), nested=nested)
             moved = WINDOWED[node.target].moved(along)
             if moved is not None:
                 yield factor, along, moved
@@ -199,8 +200,11 @@ def _choice(
 
 def _cut_dims(
     program: Program, node: fx.Node, rule: Rule, factor: str, cut: DimSharding
-) -> Iterator[tuple[int, DimSharding]]:
-    """The dims that have a factor in chunks, or of which it counts whole pieces, and how each is cut."""
+) -> Iterator[tuple[int, DimSharding, bool]]:
+    """The dims that have a factor in chunks, or of which it counts whole pieces, and how each is cut.
+
+    And whether several axes cut it as one of as many ranks would: each cuts what those before it left.
+    """
     tensors = [
         (dims, program.value_type(value).shape, program.shardings(value[0])[value[1]])
         for value, dims in _tensors(program, node, rule)
@@ -217,11 +221,11 @@ def _cut_dims(
                 dim_cut = in_chunks if any(in_chunks in other.dims for *_, other in tensors if other) else WHOLE
             if num_shards(dim_cut.axes) == 1:
                 continue
-            # several axes must cut as one of as many ranks would: each cuts what those before it left
             sizes = [shape[dim] for dims, shape, _ in tensors if dim < len(shape) and dims[dim]]
             first, num_rest = dim_cut.axes[0].size, num_shards(dim_cut.axes[1:])
-            if all(ceil_div(size, first) % num_rest == 0 for size in sizes):
-                yield dim, dim_cut
+            divides = all(ceil_div(size, first) % num_rest == 0 for size in sizes)
+            if divides or WINDOWED[node.target].nests:
+                yield dim, dim_cut, divides
 
 
 def _is_stored(program: Program, node: fx.Node, cut: DimSharding) -> bool:
@@ -293,21 +297,9 @@ def _scatter_moves(program: Program, node: fx.Node, factors: Collection[str]) ->
     return NEVER if given["scale_grad_by_freq"] else 2 * program.type(given["grad_output"]).nbytes
 
 
-def _triangle(emit: Emitter) -> fx.Node:
-    """The elements whose row and column are on one side of a diagonal, else zero."""
-    given, shape, is_upper = emit.given, emit.shape(emit.given["self"]), emit.node.target is aten.triu.default
-    start = given["diagonal"]
-    row = emit(aten.unsqueeze.default, emit(aten.arange.start, start, start + shape[-2]), 1)
-    column = emit(aten.arange.default, shape[-1])
-    inside = emit(aten.ge.Tensor if is_upper else aten.le.Tensor, column, row)
-    zero = emit(aten.scalar_tensor.default, 0, dtype=emit.type(emit.node).dtype)
-    return emit(aten.where.self, inside, given["self"], zero)
-
-
 DECOMPOSITIONS: dict[Any, Decomposition] = {
     aten.embedding.default: Decomposition(_embedding, lookup_moves),
     aten.embedding_dense_backward.default: Decomposition(_embedding_backward, _scatter_moves),
-    **dict.fromkeys((aten.triu.default, aten.tril.default), Decomposition(_triangle, lambda *_: 0)),
     **INDEXING,
     **NORMALIZATIONS,
     **REDUCTIONS,

@@ -59,7 +59,8 @@ class Shared:
             return None  # they follow one another
         shared = DimSharding((*heads.axes, *axes[1])), DimSharding(axes[0])
         shapes = [along.emit.shape(x)[HEADS : POSITIONS + 1] for x in given.values()]
-        is_even = all(shared[0].is_even(count) and positions.is_even(length) for count, length in shapes)
+        are_whole = not axes[0]
+        is_even = all(shared[0].is_even(count) and (are_whole or positions.is_even(length)) for count, length in shapes)
         if not is_even or any(each.dims[HEADS : POSITIONS + 1] != (heads, positions) for each in arriving.values()):
             return None
         node, index = program.value(given["key"])

@@ -152,12 +152,6 @@ def _chunked_along(call: OpCall, dims: Sequence[int], linear: str = "0") -> Rule
     return make_rule(f"{spec} -> {spec}", call, linear=linear, chunks=chunks)
 
 
-def _triangle_rule(call: OpCall) -> Rule:
-    """The kernel counts rows and columns from the first one, so it needs both dims whole."""
-    names = dim_names(len(call.operand.shape))
-    return make_rule(f"{' '.join(names)} -> {' '.join(names)}", call, linear="0", whole=" ".join(names[-2:]))
-
-
 def _pad_rule(call: OpCall) -> Rule:
     padded = [-1 - i // 2 for i, count in enumerate(call.args[1]) if count]
     return _chunked_along(call, padded, linear="0" if argument(call, 2, 0) == 0 else "")
@@ -166,7 +160,6 @@ def _pad_rule(call: OpCall) -> Rule:
 rule(aten.flip.default, lambda call: _chunked_along(call, call.args[1]))
 rule(aten.roll.default, lambda call: _chunked_along(call, argument(call, 2, ()) or range(len(call.operand.shape))))
 rule(aten.rot90.default, lambda call: _whole_along(call, argument(call, 2, (0, 1))))
-rule((aten.triu.default, aten.tril.default), _triangle_rule)
 rule(aten.constant_pad_nd.default, _pad_rule)
 
 

@@ -18,15 +18,15 @@ def test_annotate_places_a_value_and_its_gradient() -> None:
     """What comes in otherwise is resharded before, and lies as annotated from there on; so does the gradient."""
 
     def double(x: Tensor) -> Tensor:
-        return shardc.annotate(x.tril(), P(None, None, "dp")).square()
+        return shardc.annotate(x.neg(), P(None, None, "dp")).square()
 
     program = compiled(double, MESH, {"x": P("dp")}, train=True, x=parameter(4, 3, 6))
     assert printed(program.at("insert_reshards")) == block(
         """
         x: f32[4@dp, 3, 6]
         tangent(output): f32[4, 3, 6@dp]
-        tril: f32[4@dp, 3, 6] = tril(x)
-        reshard: f32[4, 3, 6@dp] = reshard(tril)
+        neg: f32[4@dp, 3, 6] = neg(x)
+        reshard: f32[4, 3, 6@dp] = reshard(neg)
         annotate: f32[4, 3, 6@dp] = shardc.annotate(reshard, "-,-,dp")
         pow_1: f32[4, 3, 6@dp] = pow(annotate, 2)
         pow_2: f32[4, 3, 6@dp] = pow(annotate, 1.0)
@@ -34,9 +34,9 @@ def test_annotate_places_a_value_and_its_gradient() -> None:
         mul_1: f32[4, 3, 6@dp] = mul(tangent(output), mul)
         annotate_1: f32[4, 3, 6@dp] = shardc.annotate(mul_1, "-,-,dp")
         reshard_1: f32[4@dp, 3, 6] = reshard(annotate_1)
-        tril_1: f32[4@dp, 3, 6] = tril(reshard_1)
+        neg_1: f32[4@dp, 3, 6] = neg(reshard_1)
         output: pow_1
-        gradient x: tril_1
+        gradient x: neg_1
         """
     )
 

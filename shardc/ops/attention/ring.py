@@ -58,6 +58,8 @@ class Hop:
 class Ring:
     """One attention over cut positions: ``queries`` and ``keys``, each cut in ``count`` chunks as torch.chunk does.
 
+    ``nested``: where several axes do not divide them, how many chunks the first makes, the next of each of these, and
+    so on.
     ``family``: whose kernels run. ``is_causal``: query i sees keys up to i. ``scale``: of the scores, by default
     1 / sqrt(head size). ``travels``: chunks of keys and values go round; else they are whole on every rank.
     ``made_by``: the fields of a ``Mask``, where there is one; its leaves have rows for the queries of a chunk and
@@ -80,9 +82,10 @@ class Ring:
     draw: int = 0
     of_mask: tuple[bool, ...] | None = None
     score_text: str = ""
+    nested: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        chunks = f"{self.count} chunks of {self.queries} queries and {self.keys} keys"
+        chunks = f"{self.count} chunk{'s' * (self.count != 1)} of {self.queries} queries and {self.keys} keys"
         words = [chunks, "causal" if self.is_causal else "", ZIGZAG if any(self.in_zigzag) else ""]
         adds = self.mask is not None and self.mask.may_lower and not self._is_shifted
         words.append("" if self.travels else "all keys on each rank" + " since the mask adds numbers" * adds)
@@ -238,12 +241,12 @@ class Ring:
         return [op(x, POSITIONS, 1, 1, self.count) if own else x for x, own in pairs]
 
     def _queries(self, index: int) -> list[Run]:
-        return runs_of(self.queries, self.count, index, self.in_zigzag[0])
+        return runs_of(self.queries, self.nested or (self.count,), index, self.in_zigzag[0])
 
     def _keys(self, source: int | None) -> list[Run]:
         if source is not None:
             is_chunk = 0 <= source < self.count
-            return runs_of(self.keys, self.count, source, self.in_zigzag[1]) if is_chunk else []
+            return runs_of(self.keys, self.nested or (self.count,), source, self.in_zigzag[1]) if is_chunk else []
         return side_by_side(in_zigzag(self.keys, self.count) if self.in_zigzag[1] else [range(self.keys)])
 
     def _apart(self, runs: Sequence[Run], others: Sequence[Run], unmasked: int) -> Iterator[Tile]:

@@ -27,13 +27,14 @@ OF_TORCH = {getattr(aten, f"_scaled_dot_product_{family}").default: family for f
 OF_TORCH_BACKWARD = {getattr(aten, f"_scaled_dot_product_{family}_backward").default: family for family in FAMILIES}
 
 
-def _in_chunks(call: OpCall, first: int = 0, count: int = 1, travels: bool = True) -> Rule:
+def _in_chunks(call: OpCall, first: int = 0, count: int | None = None, travels: bool = True) -> Rule:
     """Queries, keys, values, their gradients and masks are ``[batch, heads, positions, 1]``, the logsumexp has 3 dims.
 
     ``first``: the position of the queries among the operands. Where keys have fewer heads than queries, those of the
     queries are ``(h r)``, and the keys' gradients are sums over ``r``. A mask may lack leading dims. Positions are
-    whole until ``decompose`` takes the op apart in a ``count`` of chunks: a chunk of the queries needs all keys. A
-    single position is never cut. ``travels``: keys are cut as queries are. Seeds and lengths have no constraint.
+    whole until ``decompose`` takes the op apart in a ``count`` of chunks: a chunk of the queries needs all keys. In one
+    chunk, as a single position, they stay whole. ``travels``: keys are cut as queries are. Seeds and lengths have no
+    constraint.
     """
     q, k = call.operands[first : first + 2]
     assert q is not None and k is not None
@@ -48,13 +49,13 @@ def _in_chunks(call: OpCall, first: int = 0, count: int = 1, travels: bool = Tru
         if tensor is None or ndim not in (2, 3, 4):
             return "_"
         row = tensor.shape[2 if ndim > 2 else 0]
-        is_cut = row in lengths and 1 not in (row, *lengths) and place not in has_whole_keys
+        is_cut = row in lengths and 1 not in (row, count, *lengths) and place not in has_whole_keys
         along, head = "t" if is_cut else "1", names.get(tensor.shape[1], "1")
         return f"{along} 1" if ndim == 2 else " ".join(["b", head, along, *["1"] * (ndim - 3)])
 
     left, right = list(enumerate(call.operands)), list(enumerate(call.results, -len(call.results)))
     text = " -> ".join(", ".join(spec(*each) for each in side) for side in (left, right))
-    return make_rule(text, call, chunks={"t": count})
+    return make_rule(text, call, chunks={} if count == 1 else {"t": count or 1})
 
 
 FORWARD: dict[Any, Family] = {TILED: TILED_FAMILY, **OF_TORCH}

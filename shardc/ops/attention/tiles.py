@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from shardc.language.sharding import ceil_div
@@ -17,12 +18,17 @@ class Run:
     at: int = 0
 
 
-def runs_of(length: int, count: int, index: int, is_zigzag: bool) -> list[Run]:
-    """The positions of a chunk."""
+def runs_of(length: int, counts: Sequence[int], index: int, is_zigzag: bool) -> list[Run]:
+    """The positions of a chunk. ``counts``: how many chunks there are, how many of each of these, and so on."""
+    count = math.prod(counts)
     if is_zigzag:
         return side_by_side(stretches(length, count, index))
-    size = ceil_div(length, count)
-    return [Run(range(min(index * size, length), min((index + 1) * size, length)))]
+    size, positions = length, range(length)
+    for number in counts:
+        count //= number
+        size, at = ceil_div(size, number), index // count % number
+        positions = positions[at * size : (at + 1) * size]
+    return [Run(positions)]
 
 
 def within(runs: Iterable[Run], rows: range) -> list[Run]:

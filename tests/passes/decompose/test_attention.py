@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from attending import BATCH, WIDTH, Attending, check_step, draw, kinds_sent
+from attending import BATCH, WIDTH, Attending, check_compiled, check_step, draw, kinds_sent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -208,11 +209,24 @@ def test_a_way_that_has_no_effect_is_said(model: nn.Module, spec: P, said: str, 
     assert warnings_among(notes) == tuple(notes)
 
 
-def test_a_length_that_the_ranks_of_two_axes_do_not_divide_is_said_where_a_ring_is_asked_for() -> None:
-    given = {"kwargs": draw(34, dtype=torch.float32), "attention": "ring"}
-    compiled = compile(Attending(), Mesh(node=2, gpu=3), {"x": P(None, ("node", "gpu"))}, **given)
-    (note,) = warnings_among(compiled.program.notes)
-    assert "the ranks of several axes do not divide 34 positions: pad them, or cut them by one axis" in note
+@settings(max_examples=20)
+@given(
+    st.sampled_from([(2, 3), (3, 2), (2, 2, 2), (4, 2)]), st.integers(3, 40), st.none() | st.integers(3, 40),
+    st.sampled_from(["causal", "all", "window"]), st.sampled_from(["auto", "ring", "gather"]),
+)  # fmt: skip
+def test_a_length_that_the_ranks_of_several_axes_do_not_divide_goes_round(
+    sizes: tuple[int, ...], queries: int, keys: int | None, kind: str, way: str
+) -> None:
+    """Each axis cuts the chunks that those before it left: of 34 positions on 2 x 3 ranks 6, 6, 5, 6, 6 and 5."""
+    torch.manual_seed(0)
+    axes = dict(zip("abc", sizes, strict=False))
+    model = Banded(3, 2, False).double() if kind == "window" else Attending(is_causal=kind == "causal").double()
+    inputs = draw(queries, None if kind == "window" else keys)
+    cut = dict.fromkeys(inputs, P(None, tuple(axes)))
+    compiled = compile(model, Mesh(**axes), cut, kwargs=inputs, attention=way)
+    check_compiled(compiled, model, inputs, TOLERANCE)
+    if way == "ring":
+        assert kinds_sent(compiled) == RING * (len(compiled.collectives) > 1) and not compiled.program.notes
 
 
 def test_heads_that_do_not_divide_are_an_error_where_they_are_asked_for() -> None:
@@ -353,15 +367,52 @@ def test_rows_that_a_number_hides_are_those_of_one_device(number: float, monkeyp
         check_step(Lowering(number).double(), Mesh(cp=4), draw(length), 1e-6 if number == -1e9 else TOLERANCE)
 
 
-@pytest.mark.parametrize("way", ["auto", "gather"])
+@pytest.mark.parametrize("way", ["auto", "gather", "ulysses"])
 @pytest.mark.parametrize("kind", ["window", "prefix", "documents", "padding", "near", "cast"])
 def test_a_mask_made_of_positions_is_made_tile_by_tile(kind: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardc.ops.attention.ring.TILE", 2)
     torch.manual_seed(0)
-    for count, length in ((4, 16), (3, 14)):
+    for count, length in ((4, 16), (2, 14)) if way == "ulysses" else ((4, 16), (3, 14)):
         compiled = check_step(Masking(kind).double(), Mesh(cp=count), draw(length), TOLERANCE, attention=way)
         types = [type_ for node in compiled.program.graph.nodes for type_ in compiled.program.types(node) if type_]
-        assert not [type_ for type_ in types if type_.shape[-1:] == (length,) and type_.numel > BATCH * length]
+        assert not [each for each in types if each.shape[-1:] == (length,) and each.shape[-2:-1] >= (length // count,)]
+
+
+TRIANGLES: dict[str, Callable[[int], Tensor]] = {
+    "tril": lambda n: torch.ones(n, n, dtype=torch.bool).tril(),
+    "triu": lambda n: torch.full((n, n), -torch.inf, dtype=torch.float64).triu(1),
+    "not triu": lambda n: ~torch.ones(n, n, dtype=torch.bool).triu(1),
+    "tril of numbers": lambda n: torch.ones(n, n).tril() > 0,
+    "zeros of tril": lambda n: torch.zeros(n, n).masked_fill(torch.ones(n, n).tril() == 0, -torch.inf).double(),
+    "window": lambda n: torch.ones(n, n, dtype=torch.bool).tril().triu(-2),
+}
+
+
+class Triangular(Attending):
+    """It sees what a triangle of a matrix shows."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        return scaled_dot_product_attention(q, k, v, TRIANGLES[self.kind](q.shape[2]))
+
+
+@pytest.mark.parametrize(("axis", "way"), [("cp", "ring"), ("cp:zigzag", "ring"), ("cp", "ulysses")])
+@pytest.mark.parametrize("kind", TRIANGLES)
+def test_a_triangle_of_a_matrix_is_made_tile_by_tile(kind: str, axis: str, way: str) -> None:
+    """No rank has a matrix with all positions, or a chunk of them by all; a window of two sends its rows alone."""
+    torch.manual_seed(0)
+    compiled = check_step(Triangular(kind).double(), Mesh(cp=4), draw(32), TOLERANCE, axis, attention=way)
+    types = [type_ for node in compiled.program.graph.nodes for type_ in compiled.program.types(node) if type_]
+    assert not [type_ for type_ in types if type_.shape[-1:] == (32,) and type_.numel > BATCH * 32]
+    if way == "ring":
+        assert kinds_sent(compiled) == RING and kinds_sent(compiled, "backward") == BACK
+        rows = {"cp": 2, "cp:zigzag": 4}[axis] if kind == "window" else 3 * 8
+        assert {each.wire_bytes for each in compiled.collectives if each.name == "ring_attention"} == {
+            rows * 2 * 8 * BATCH * WIDTH
+        }
 
 
 class Banded(Attending):

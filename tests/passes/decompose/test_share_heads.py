@@ -179,13 +179,14 @@ class Segmented(Attending):
 
 
 @pytest.mark.parametrize("num_keys", [2, 4])
-def test_of_a_mask_that_is_made_only_rings_make_pieces(num_keys: int) -> None:
-    """So not all ranks share heads, though that would send least."""
+def test_ranks_that_share_heads_make_masks_in_pieces(num_keys: int) -> None:
+    """Of all heads and positions; nobody sends positions, or a mask."""
     model, inputs = Segmented(heads=4, num_keys=num_keys).double(), draw(32)
     inputs["mask"] = torch.arange(32) // torch.tensor([[9], [17]])
     found = [compile(model, Mesh(cp=4), {"x": P(None, "cp")}, kwargs=inputs, attention=way) for way in ("auto", "ring")]
     check_compiled(found[0], model, inputs, TOLERANCE)
-    assert rings(found[0]) == {2} and rings(found[1]) == {4} and sent(found[0]) < sent(found[1])
+    assert rings(found[0]) == {4 // num_keys} and rings(found[1]) == {4} and sent(found[0]) < sent(found[1])
+    assert kinds_sent(found[0]) == (MIXED if num_keys == 2 else ["all_to_all"] * 4)
 
 
 class Biased(Attending):
