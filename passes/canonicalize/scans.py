@@ -1,4 +1,4 @@
-"""Sums along a dim from its end: what the gradient of ``cumsum`` is made of, as one op in place of three."""
+"""Sums along a dim from its end: what gradients of ``cumsum`` are made of, as one op in place of three."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.ops.reduction import sum_from_end
+from shardc.ops.reduction import logsumexp_from_end, sum_from_end
 from shardc.program.node import arguments
 from shardc.program.program import Program
 
 from ..emitter import Rewrite
 
 aten = torch.ops.aten
+FROM_END: dict[Any, Any] = {
+    aten.cumsum.default: sum_from_end,
+    aten.logcumsumexp.default: logsumexp_from_end,
+}
 
 
 def _flip(program: Program, node: fx.Node) -> fx.Node | None:
-    """``flip(cumsum(flip(x)))`` along one dim; None for other flips."""
+    """``flip(cumsum(flip(x)))`` along one dim, or that of another scan; None for other flips."""
     outer, summed = arguments(node), arguments(node)["self"]
-    if summed.target is not aten.cumsum.default or program.type(summed).dtype != program.type(node).dtype:
+    if summed.target not in FROM_END or program.type(summed).dtype != program.type(node).dtype:
         return None
     scan = arguments(summed)
     flipped = scan["self"]
@@ -30,7 +34,7 @@ def _flip(program: Program, node: fx.Node) -> fx.Node | None:
     dims = {dim % max(1, ndim) for dim in (*outer["dims"], *inner["dims"], scan["dim"])}
     if len(dims) > 1 or program.type(x).dtype != program.type(node).dtype:
         return None
-    return program.emit(sum_from_end, x, dims.pop(), like=node)
+    return program.emit(FROM_END[summed.target], x, dims.pop(), like=node)
 
 
 SCANS: dict[Any, Rewrite] = {aten.flip.default: _flip}

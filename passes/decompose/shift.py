@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
+from math import inf
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch import fx
 from shardc.language.sharding import TensorType, ceil_div
 from shardc.language.size import slice_bounds
 from shardc.language.windows import AROUND, EDGE, FILLED, MIRRORED, Windows
-from shardc.ops.reduction import sum_from_end
+from shardc.ops.reduction import logsumexp_from_end, sum_from_end
 
 from .along import Along, Windowed, windowed
 
@@ -217,41 +219,53 @@ SHIFTS: dict[Any, Windowed] = {
 }
 
 
+# Scans: a chunk's own, and what becomes of the chunks before it, or behind it.
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """An op along a dim: ``total`` of a chunk, two of which ``joined`` makes one; ``nothing`` is that of no elements.
+
+    ``is_beyond``: whether the number of a chunk says that it counts for another one.
+    """
+
+    total: Any
+    joined: Any
+    nothing: float
+    is_beyond: Any
+
+    def expand(self, along: Along, window: Windows) -> fx.Node:
+        """The scan within each chunk, joined with the totals of the chunks that count for it."""
+        emit, dim, dtype = along.emit, along.dim, along.emit.type(along.node).dtype
+        wide = {"dtype": dtype} if self.total is aten.sum.dim_IntList else {}
+        chunks = along.apart(along.given["self"], window, self.nothing)
+        within = emit(along.node.target, chunks, dim + 1, **(wide if "dtype" in along.given else {}))
+        totals = emit(self.total, chunks, [dim + 1], **wide)
+        # of a matrix of chunks by chunks, whose columns hold the total of their chunk where it counts
+        rest = [1] * (len(emit.shape(totals)) - dim - 1)
+        row, column = (
+            emit(aten.reshape.default, emit(aten.arange.default, along.count), [*shape, *rest])
+            for shape in ([along.count, 1], [1, along.count])
+        )
+        nothing = emit(aten.scalar_tensor.default, self.nothing, dtype=dtype)
+        counted = emit(self.is_beyond, row, column)
+        matrix = emit(aten.where.self, counted, emit(aten.unsqueeze.default, totals, dim), nothing)
+        others = emit(aten.unsqueeze.default, emit(self.total, matrix, [dim + 1], **wide), dim + 1)
+        return along.beside(emit(self.joined, within, others), window)
+
+
 def _scan_window(along: Along) -> Windows | None:
     """Its own chunk alone; nothing where that is one element, whose sum is itself."""
     size = along.size(along.given["self"])
     return along.chunks_of(size) if size > along.count else None
 
 
-def _cumsum(along: Along, window: Windows) -> fx.Node:
-    """The sum within each chunk, and the totals of the chunks before it."""
-    return _scan(along, window, aten.gt.Tensor, dtype=along.emit.type(along.node).dtype)
-
-
-def _sum_from_end(along: Along, window: Windows) -> fx.Node:
-    """The sum within each chunk, and the totals of the chunks after it."""
-    return _scan(along, window, aten.lt.Tensor)
-
-
-def _scan(along: Along, window: Windows, is_beyond: Any, **kwargs: Any) -> fx.Node:
-    """The sum within each chunk, plus the totals of the chunks that ``is_beyond`` picks by their numbers."""
-    emit, dim, count, dtype = along.emit, along.dim, along.count, along.emit.type(along.node).dtype
-    chunks = along.apart(along.given["self"], window)
-    within = emit(along.node.target, chunks, dim + 1, **kwargs)
-    totals = emit(aten.sum.dim_IntList, chunks, [dim + 1], dtype=dtype)
-    # the sum over the columns of a matrix of chunks by chunks, which holds the total of a column's chunk if it counts
-    rest = [1] * (len(emit.shape(totals)) - dim - 1)
-    row, column = (
-        emit(aten.reshape.default, emit(aten.arange.default, count), [*shape, *rest])
-        for shape in ([count, 1], [1, count])
-    )
-    zero = emit(aten.scalar_tensor.default, 0, dtype=dtype)
-    matrix = emit(aten.where.self, emit(is_beyond, row, column), emit(aten.unsqueeze.default, totals, dim), zero)
-    others = emit(aten.unsqueeze.default, emit(aten.sum.dim_IntList, matrix, [dim + 1], dtype=dtype), dim + 1)
-    return along.beside(emit(aten.add.Tensor, within, others), window)
-
-
-SCANS: dict[Any, Windowed] = {
-    aten.cumsum.default: windowed(_scan_window, _cumsum),
-    sum_from_end: windowed(_scan_window, _sum_from_end),
+SUMS = Scan(aten.sum.dim_IntList, aten.add.Tensor, 0.0, aten.gt.Tensor)
+LOGSUMEXPS = Scan(aten.logsumexp.default, aten.logaddexp.default, -inf, aten.gt.Tensor)
+OF_SCANS: dict[Any, Scan] = {
+    aten.cumsum.default: SUMS,
+    sum_from_end: replace(SUMS, is_beyond=aten.lt.Tensor),
+    aten.logcumsumexp.default: LOGSUMEXPS,
+    logsumexp_from_end: replace(LOGSUMEXPS, is_beyond=aten.lt.Tensor),
 }
+SCANS: dict[Any, Windowed] = {op: windowed(_scan_window, scan.expand) for op, scan in OF_SCANS.items()}

@@ -129,9 +129,15 @@ def sum_from_end(self: Tensor, dim: int) -> Tensor:
     return self.flip(dim).cumsum(dim).flip(dim)
 
 
+def logsumexp_from_end(self: Tensor, dim: int) -> Tensor:
+    """The logarithm of such a sum of exponentials: what ``logcumsumexp`` leads back."""
+    return self.flip(dim).logcumsumexp(dim).flip(dim)
+
+
 rule((aten.cumsum.default, sum_from_end), along(_dim(1), linear="0", in_chunks=True))
+rule((aten.logcumsumexp.default, logsumexp_from_end), along(_dim(1), in_chunks=True))
 for op in (
-    aten.cumprod.default, aten.logcumsumexp.default, aten.cummax.default, aten.cummin.default, aten.sort.default,
+    aten.cumprod.default, aten.cummax.default, aten.cummin.default, aten.sort.default,
     aten.glu.default, aten._softmax.default, aten._log_softmax.default, aten._safe_softmax.default,
 ):  # fmt: skip
     rule(op, along(_dim(1)))

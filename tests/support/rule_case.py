@@ -25,7 +25,7 @@ from shardc.ops.index import (
     scatter_rows,
 )
 from shardc.ops.random import poisson_quantile, uniform
-from shardc.ops.reduction import sum_from_end
+from shardc.ops.reduction import logsumexp_from_end, sum_from_end
 from shardc.ops.tier import TRANSFERS
 from shardc.ops.zigzag import in_order, zigzag
 from shardc.program.user_rules import Case, case_of
@@ -38,7 +38,7 @@ EXAMPLES = [tuple(line.split("  ", 1)) for line in LINES if not line.startswith(
 POSITION_OPS = (lookup_at, add_at, put_at, gather_at, scatter_add_at, scatter_added_at, scatter_at)
 OTHER_OPS = (
     dot, *DOT_RINGS, uniform, poisson_quantile, lookup_rows, scatter_rows, windows, overlap_add, *RINGS, *TRANSFERS,
-    zigzag, in_order, sum_from_end,
+    zigzag, in_order, sum_from_end, logsumexp_from_end,
 )  # fmt: skip
 PYTHON_OPS = {op.__name__: op for op in (*OTHER_OPS, *POSITION_OPS)}
 

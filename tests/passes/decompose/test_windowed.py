@@ -338,6 +338,23 @@ def test_a_running_sum_along_a_cut_dim_moves_a_total_of_each_rank(size: int, dim
     assert str(found.shardings["output"]) == str(found.shardings["x"])
 
 
+@pytest.mark.parametrize(("size", "dim"), [(160, 0), (130, 0), (130, -1)])
+def test_a_running_logsumexp_along_a_cut_dim_moves_a_total_of_each_rank(size: int, dim: int) -> None:
+    """As scans of states in the log space do: forward, and back for gradients of either sign."""
+    shape = [3, 3, 3]
+    shape[dim] = size
+    spec = P(*("x" if i == dim % 3 else None for i in range(3)))
+    found = check(lambda x: x.logcumsumexp(dim), Mesh(x=4), spec, random(*shape), moves=["all_to_all"])
+    assert max(each.bytes for each in found.collectives) == 4 * 9 * 8 and len(found.collectives) == 3
+    assert str(found.shardings["output"]) == str(found.shardings["x"])
+
+
+def test_a_running_logsumexp_of_almost_nothing_is_that_of_one_device() -> None:
+    x = random(13, 3)
+    x[:7] = -1e300
+    check(lambda x: x.logcumsumexp(0).exp(), Mesh(x=4), P("x"), x)
+
+
 def test_the_gradient_of_a_parameter_may_come_through_windows() -> None:
     check(lambda x, w: x * w.cumsum(0), Mesh(x=4), P("x"), random(13, 3), random(13, 3))
     check(lambda x, w: x * w.roll(2, 0), Mesh(x=4), P("x"), random(13, 3), random(13, 3))
