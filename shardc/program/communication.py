@@ -7,7 +7,7 @@ import operator
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -59,16 +59,22 @@ class Member:
     index: int
 
 
+def kind_of(node: fx.Node) -> CollectiveKind | None:
+    """The kind of the collectives of a node; None where it has none."""
+    target, args = cast(Any, node.target), cast(Any, node.args)
+    if isinstance(target, torch._ops.OpOverload):  # none of torch's ops is one, and their hashes are slow
+        return None
+    return args[0] if target is bucket else COLLECTIVES.get(target)
+
+
 def members(node: fx.Node) -> tuple[Member, ...]:
     """The collectives of a node: itself, the members of a bucket, or none."""
-    if isinstance(node.target, torch._ops.OpOverload):  # none of torch's ops is one, and their hashes are slow
+    kind, node_args = kind_of(node), cast(Any, node.args)
+    if kind is None:
         return ()
-    node_args: tuple[Any, ...] = node.args
-    if node.target in COLLECTIVES:
-        return (Member(COLLECTIVES[node.target], node_args[1:], node_args[0], 0),)
     if node.target is not bucket:
-        return ()
-    kind, axes, args, *operands = node_args
+        return (Member(kind, node_args[1:], node_args[0], 0),)
+    _, axes, args, *operands = node_args
     pairs = enumerate(zip(args, operands, strict=True))
     return tuple(Member(kind, (axes, *rest), operand, i) for i, (rest, operand) in pairs)
 
@@ -262,16 +268,20 @@ def gathered_again(node: fx.Node) -> list[fx.Node]:
     return list(filter(_gathers, final_readers(node))) if is_early(node) else []
 
 
-def final_readers(node: fx.Node) -> Iterator[fx.Node]:
+def final_readers(node: fx.Node) -> list[fx.Node]:
     """What computes with a node's results, or sends them: its readers behind views, codes and buckets."""
-    for user in node.users:
-        is_between = is_free(user) or user.target in CODINGS
-        yield from final_readers(user) if is_between else (user,)
+    found, to_follow = dict[fx.Node, None](), [node]
+    for each in to_follow:
+        for user in each.users:
+            if is_free(user) or user.target in CODINGS:
+                to_follow.append(user)
+            else:
+                found[user] = None
+    return list(found)
 
 
 def _gathers(node: fx.Node) -> bool:
-    parts = members(node)
-    return bool(parts) and parts[0].kind == "all_gather"
+    return kind_of(node) == "all_gather"
 
 
 def chain(node: fx.Node) -> list[fx.Node] | None:
@@ -310,7 +320,7 @@ class _Chains:
         if is_encode(node) or (is_sent and gathers > 0):
             chains = [self.to(each, gathers=gathers - is_sent) for each in node.all_input_nodes]
             return None if None in chains else [*dict.fromkeys(op for each in chains for op in each or ()), node]
-        if members(node) or len(node.all_input_nodes) != 1:
+        if kind_of(node) is not None or len(node.all_input_nodes) != 1:
             return None
         is_received = (
             is_fetch(node)

@@ -37,6 +37,7 @@ def test_a_hundred_random_pairs_send_no_more_than_an_exhaustive_search() -> None
 
 
 @pytest.mark.sweep
+@pytest.mark.soak
 def test_two_thousand_random_pairs_send_no_more_than_an_exhaustive_search() -> None:
     found = costlier(random_pair(MESHES, seed) for seed in range(2000))
     kinds = Counter(", ".join(step.kind for step in plan(pair)) for pair in found)
