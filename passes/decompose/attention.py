@@ -80,19 +80,24 @@ def _sharing_heads(along: Along, ring: Ring) -> int:
         if ways[-1] == 1:
             raise _undivided(along)
         return ways[-1]
-    given = {leaf.along for leaf in ring.mask.leaves} if ring.mask is not None else set[str]()
-    if "both" in given or _learns_mask(along.node):
+    dims = _mask_dims(ring)
+    if "both" in dims or _learns_mask(along.node):
         return 1
-    if "row" in given and ways[-1] == along.count and not _is_made_in_tiles(along, ring, along.count):
+    if "row" in dims and ways[-1] == along.count and not _is_made_in_tiles(along, ring, along.count):
         ways.pop()
     kinds = RINGS if _has_backward(program) else RINGS[:1]
     return min(ways, key=lambda ranks: sum(_sent(along, ring, ranks, kind) for kind in kinds))
 
 
 def _is_made_in_tiles(along: Along, ring: Ring, ranks: int) -> bool:
-    """Whether ranks that share heads make a mask tile by tile, which has a row for each query, from vectors."""
-    along_dims = {leaf.along for leaf in ring.mask.leaves} if ring.mask is not None else set[str]()
-    return "row" in along_dims and "both" not in along_dims and Shared.by(along, ranks) is not None
+    """Whether the mask has a row for each query, and ranks that share heads make it tile by tile, of vectors."""
+    dims = _mask_dims(ring)
+    return "row" in dims and "both" not in dims and Shared.by(along, ranks) is not None
+
+
+def _mask_dims(ring: Ring) -> set[str]:
+    """The dims of scores that what the mask is made of has: ``row``, ``column`` or ``both``."""
+    return {leaf.along for leaf in ring.mask.leaves} if ring.mask is not None else set()
 
 
 def _learns_mask(attention: fx.Node) -> bool:
