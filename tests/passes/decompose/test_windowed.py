@@ -355,6 +355,21 @@ def test_a_running_logsumexp_of_almost_nothing_is_that_of_one_device() -> None:
     check(lambda x: x.logcumsumexp(0).exp(), Mesh(x=4), P("x"), x)
 
 
+def test_a_scan_in_log_space_sends_states_alone() -> None:
+    """As that of a minimal GRU (Feng et al. 2024): what is sent does not grow with the length."""
+
+    def states(x: Tensor, w: Tensor) -> Tensor:
+        gate = x @ w
+        kept = -F.softplus(gate).cumsum(0)
+        return (kept + (F.logsigmoid(gate) + x.abs().log() - kept).logcumsumexp(0)).exp()
+
+    sent = {
+        sum(each.wire_bytes for each in check(states, Mesh(x=4), P("x"), random(size, 3), random(3, 3)).collectives)
+        for size in (64, 96)
+    }
+    assert len(sent) == 1
+
+
 def test_the_gradient_of_a_parameter_may_come_through_windows() -> None:
     check(lambda x, w: x * w.cumsum(0), Mesh(x=4), P("x"), random(13, 3), random(13, 3))
     check(lambda x, w: x * w.roll(2, 0), Mesh(x=4), P("x"), random(13, 3), random(13, 3))
