@@ -18,6 +18,7 @@ from shardc.ops.attention.ring import POSITIONS, Ring, ring_bytes, wide_dims
 from shardc.ops.attention.rules import BACKWARD, FORWARD, RINGS, ring_attention, ring_attention_backward
 from shardc.ops.attention.tiled import TILED, TILED_MASK_BACKWARD
 from shardc.options import GATHER, RING, ULYSSES
+from shardc.program.communication import ring_of
 from shardc.program.node import arguments, operand
 from shardc.program.program import Program
 
@@ -242,12 +243,15 @@ def without_effect(program: Program, before: Program) -> list[str]:
     ``before``: the program in which nothing is taken apart.
     """
     way = program.options.attention
-    if way not in WITHOUT_EFFECT or any(node.target in RINGS for node in program.calls):
+    rings = [ring for node in program.calls if (ring := ring_of(node)) is not None]
+    if way not in WITHOUT_EFFECT or any(way == ULYSSES or ring.travels for ring in rings):
         return []
     fused = [node for node in program.calls if node.target in FORWARD]
     if any(program.sharding(operand(node)).dims[POSITIONS].all_axes for node in fused):
         return []  # all ranks share heads, see choose_dims
-    if fused:
+    if rings:
+        why, remedy = "a mask adds numbers to scores, so that keys are gathered", "make it of True and False"
+    elif fused:
         why, remedy = "none has its positions cut", "cut positions of an input"
     elif any(node.target in WRITTEN_OUT for node in before.calls):
         why = "softmax is written out, or a function changes scores"

@@ -92,6 +92,8 @@ def _attention(
         mask = attn_mask if attn_mask is None or attn_mask.ndim < 3 else attn_mask.unsqueeze(1)
         q, k, v = (x.unsqueeze(1) for x in (query, key, value))
         return _attention(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa).squeeze(1)
+    if query.ndim == 4 and attn_mask is not None and attn_mask.ndim == 3:
+        attn_mask = attn_mask.unsqueeze(0)
     if query.ndim == key.ndim == value.ndim == 4 and not enable_gqa:  # torch's kernels broadcast nothing
         enable_gqa = key.shape[1] == value.shape[1] == 1 < query.shape[1]
         batch = max(len(query), len(key), len(value))

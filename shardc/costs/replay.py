@@ -32,7 +32,7 @@ from shardc.language.sharding import TensorType, ceil_div, chunk_of, num_shards
 from shardc.language.words import PARTS, Part
 from shardc.ops.attention.kernels import TILED_FAMILY
 from shardc.ops.attention.products import tiled_workspace
-from shardc.ops.attention.ring import TILE, mask_workspace, ring_workspace
+from shardc.ops.attention.ring import TILE, mask_workspace, ring_workspace, tile_workspace
 from shardc.ops.attention.rules import ring_attention_backward
 from shardc.ops.attention.tiled import TILED, TILED_BACKWARD, TILED_MASK_BACKWARD
 from shardc.ops.contraction import DOT_RINGS, dots_workspace
@@ -176,6 +176,10 @@ class _Replay:
         is_backward = node.target in (ring_attention_backward, *tiled[1:])
         if ring is not None and is_collective(node):
             nbytes += ring_workspace(ring, *self._types(goes_round(node)[:2]), is_backward=is_backward)
+        if ring is not None and ring.mask is not None:
+            read = [each for each in node.args if isinstance(each, fx.Node)]
+            leaves = read[6 if is_backward else 3 :][: len(ring.mask.leaves)]
+            nbytes += tile_workspace(ring, self._types(leaves))
         if node.target in DOT_RINGS:
             types = local_types(self.program, node)
             nbytes += dots_workspace(node.target, node.args, num_chunks(self.program, node), *types)

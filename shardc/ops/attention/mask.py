@@ -11,7 +11,7 @@ are positions it follows by intervals whether a tile sees all, so that it needs 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
@@ -94,11 +94,30 @@ class Mask:
 
     def make(self, leaves: Sequence[Tensor]) -> Tensor:
         """The mask of these leaves, or a piece of it of pieces of them."""
-        values = list(leaves)
-        for step in self.steps:
+        *_, values = self._made(leaves)
+        made: Tensor = values[-1]
+        return made
+
+    def workspace(self, leaves: Sequence[Tensor]) -> int:
+        """The most bytes that ``make`` holds at a time besides the leaves, which may be on torch's meta device."""
+        made = (values[len(leaves) :] for values in self._made(leaves))
+        return max(sum(x.nbytes for x in values if x is not None) for values in made)
+
+    def _made(self, leaves: Sequence[Tensor]) -> Iterator[list[Any]]:
+        """The values after each step, without those that no later step reads."""
+        values: list[Any] = list(leaves)
+        last = {
+            arg[1]: i
+            for i, step in enumerate(self.steps)
+            for arg in step.args
+            if isinstance(arg, tuple) and arg[:1] == (REFERENCE,)
+        }
+        yield values
+        for i, step in enumerate(self.steps):
             device = {"device": leaves[0].device} if step.op in CONSTANTS else {}
             values.append(op_named(step.op)(*step.filled(values), **dict(step.kwargs), **device))
-        return values[-1]
+            yield values
+            values[:-1] = [None if last.get(j, i) <= i else value for j, value in enumerate(values[:-1])]
 
     def shows(self, rows: range, columns: range) -> bool | None:
         """Whether each row sees all these columns, or none sees any; None where neither holds or it is not known."""

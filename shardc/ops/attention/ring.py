@@ -394,6 +394,20 @@ def _rows_held(ring: Ring) -> int:
     return most
 
 
+def tile_workspace(ring: Ring, leaves: Sequence[TensorType]) -> int:
+    """Bytes that a rank holds while it makes the largest tile of the mask, of leaves with the rows of its queries."""
+    if ring.mask is None or not ring.keys:
+        return 0
+    height = min(TILE, ceil_div(ring.queries, ring.count))
+    width = min(TILE, ceil_div(ring.keys, ring.count) if ring.travels else ring.keys)
+    of_tile = (
+        [min(size, height if dim == 2 else width) if dim >= 2 else size for dim, size in enumerate(leaf.shape)]
+        for leaf in leaves
+    )
+    pairs = zip(of_tile, leaves, strict=True)
+    return ring.mask.workspace([torch.empty(shape, dtype=leaf.dtype, device="meta") for shape, leaf in pairs])
+
+
 def mask_workspace(of_mask: TensorType, nbytes: int) -> int:
     """Bytes held besides results, where ``nbytes`` are without the gradient of a mask.
 

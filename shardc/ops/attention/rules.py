@@ -14,6 +14,7 @@ from shardc.language.rule import OpCall, Rule, make_rule, rule
 from shardc.language.sharding import TensorType
 from shardc.ops.zigzag import in_order, zigzag
 
+from .joining import Gradients, Joined
 from .kernels import FAMILIES, TILED_FAMILY, Family, kernels
 from .mask import has_rows
 from .products import Scores
@@ -82,9 +83,13 @@ def ring_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention and its logsumexp. ``axes`` cut the positions, dim 2; ``values`` are those of a ``Ring``.
 
-    ``leaves``: those of its mask.
+    ``leaves``: those of its mask. In tiles where there is one chunk: that is how a rank computes with all positions.
     """
     ring = Ring(*values)
+    if ring.count == 1:
+        joined = Joined(ring, 0, q, v, *leaves)
+        joined.meet(0, k, v)
+        return joined.results
     q, k, v = ring.reorder(in_order, [q], [k, v])
     scores = _whole_scores(ring, leaves)
     out, lse = ring.reorder(zigzag, kernels(ring.family, scores).forward(q, k, v, scores), [])
@@ -100,6 +105,10 @@ def ring_attention_backward(
     And that of the mask, where the ring is to return it.
     """
     ring = Ring(*values)
+    if ring.count == 1:
+        gradients = Gradients(ring, 0, grad, q, out, lse, *leaves)
+        of_keys = zip(gradients.meet(0, k, v), (k, v), strict=True)
+        return gradients.results([total.to(own.dtype) for total, own in of_keys], q)
     grad, q, out, lse, k, v = ring.reorder(in_order, [grad, q, out, lse], [k, v])
     of_mask = ring.zeros_of_mask(q)
     scores = _whole_scores(ring, leaves, of_mask)

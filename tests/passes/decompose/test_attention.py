@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from shardc import Mesh, P, Remat, ShardingError, Zero, compile
 from shardc.costs.count import call_seconds
@@ -413,6 +415,40 @@ def test_a_triangle_of_a_matrix_is_made_tile_by_tile(kind: str, axis: str, way: 
         assert {each.wire_bytes for each in compiled.collectives if each.name == "ring_attention"} == {
             rows * 2 * 8 * BATCH * WIDTH
         }
+
+
+def test_a_mask_of_three_dims_has_heads_and_leaves_attention_one_op() -> None:
+    """As ALiBi is often written, ``[heads, rows, columns]``."""
+    torch.manual_seed(0)
+    inputs = draw(16) | {"mask": torch.randn(4, 16, 16, dtype=torch.float64)}
+    model = Attending(is_causal=False).double()
+    compiled = check_step(model, Mesh(cp=4), inputs, TOLERANCE, attention="ulysses")
+    assert {*kinds_sent(compiled)} == {"all_to_all"}
+    (note,) = check_step(model, Mesh(cp=4), inputs, TOLERANCE, attention="ring").program.notes
+    assert "a mask adds numbers to scores, so that keys are gathered" in note
+
+
+class Largest(TorchDispatchMode):
+    """``elements``: those of the largest tensor that an op makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.elements = max([self.elements, *(x.numel() for x in tree_leaves(made) if isinstance(x, Tensor))])
+        return made
+
+
+@pytest.mark.parametrize("kind", ["window", "prefix", "documents", "padding", "near"])
+def test_ranks_that_share_heads_make_no_mask_of_all_positions(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs, not what stands in the program, nor the whole step on one device."""
+    monkeypatch.setattr("shardc.ops.attention.ring.TILE", 16)
+    torch.manual_seed(0)
+    inputs = draw(128, dtype=torch.float32)
+    compiled = compile(Masking(kind), Mesh(cp=4), {"x": P(None, "cp")}, kwargs=inputs, attention="ulysses")
+    with Largest() as largest:
+        compiled.simulate(**inputs)
+    assert largest.elements <= BATCH * 128 * WIDTH < 128 * 128
 
 
 class Banded(Attending):
