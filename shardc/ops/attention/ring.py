@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardc.language.partition import ZIGZAG
 from shardc.language.sharding import TensorType, ceil_div
+from shardc.language.size import plain
 from shardc.ops.random import stream
 from shardc.ops.reduction import wide_dtype
 from shardc.ops.zigzag import in_zigzag
@@ -398,11 +399,11 @@ def tile_workspace(ring: Ring, leaves: Sequence[TensorType]) -> int:
     """Bytes that a rank holds while it makes the largest tile of the mask, of leaves with the rows of its queries."""
     if ring.mask is None or not ring.keys:
         return 0
-    height = min(TILE, ceil_div(ring.queries, ring.count))
-    width = min(TILE, ceil_div(ring.keys, ring.count) if ring.travels else ring.keys)
+    height = min(TILE, plain(ceil_div(ring.queries, ring.count)))
+    width = min(TILE, plain(ceil_div(ring.keys, ring.count) if ring.travels else ring.keys))
     of_tile = (
-        [min(size, height if dim == 2 else width) if dim >= 2 else size for dim, size in enumerate(leaf.shape)]
-        for leaf in leaves
+        [min(size, height if dim == 2 else width) if dim >= 2 else size for dim, size in enumerate(map(plain, shape))]
+        for shape in (leaf.shape for leaf in leaves)
     )
     pairs = zip(of_tile, leaves, strict=True)
     return ring.mask.workspace([torch.empty(shape, dtype=leaf.dtype, device="meta") for shape, leaf in pairs])
