@@ -1,4 +1,4 @@
-# On a machine with Python 3.11+ and git: make demo, make test (10 minutes on two slow cores), make test-all (22).
+# On a machine with Python 3.11+ and git: make demo, make test (half an hour on two slow cores), make test-all (50 minutes).
 
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)

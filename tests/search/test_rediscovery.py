@@ -22,7 +22,7 @@ FAST = Link(2e-6, 3e11, name="fast")
 SLOW = Link(3e-5, 3e9, name="slow")
 PLAIN = {"pipeline": None, "remat": None}
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.sweep
 
 
 def first_of(call: Call, devices: int, machine: Machine, **ways: Any) -> tuple[Suggestion, Compiled]:

@@ -310,6 +310,7 @@ def test_what_is_fixed_is_said_where_no_plan_keeps_it() -> None:
         shardc.suggest(model, 4, args=args, annotations={"x": P("a", "b", "c")}, fix={"mesh": "2x2", **NO_PIPELINE})
 
 
+@pytest.mark.sweep
 def test_less_memory_than_a_plan_needs_besides_what_it_saves_is_no_error() -> None:
     with torch.device("meta"):
         model, ids = GPT(Config(layers=3, vocab=256, context=64, width=128, heads=4)), torch.zeros(8, 64).long()
@@ -317,6 +318,7 @@ def test_less_memory_than_a_plan_needs_besides_what_it_saves_is_no_error() -> No
     assert all(each.excess > 0 for each in shardc.suggest(model, 4, memory="1MB", top=2, **ways))
 
 
+@pytest.mark.sweep
 def test_what_is_saved_is_cut_where_memory_is_short() -> None:
     with torch.device("meta"):
         model, ids = GPT(Config(layers=4, vocab=512, context=128, width=256, heads=8)), torch.zeros(8, 128).long()
@@ -331,6 +333,7 @@ def test_what_is_saved_is_cut_where_memory_is_short() -> None:
     assert not any(each.saved for each in ample)
 
 
+@pytest.mark.sweep
 def test_where_nothing_fits_the_optimizer_or_parameters_too_are_in_host_memory() -> None:
     """A plan that fits without is not looked at there."""
     model, args = transformer(width=256, samples=4, positions=32)
