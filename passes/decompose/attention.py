@@ -91,13 +91,13 @@ def _sharing_heads(along: Along, ring: Ring) -> int:
 
 
 def _is_made_in_tiles(along: Along, ring: Ring, ranks: int) -> bool:
-    """Whether the mask has a row for each query, and ranks that share heads make it tile by tile, of vectors."""
+    """Whether the mask has a row for each query, and ranks that share heads can make it tile by tile from vectors."""
     dims = _mask_dims(ring)
     return "row" in dims and "both" not in dims and Shared.by(along, ranks) is not None
 
 
 def _mask_dims(ring: Ring) -> set[str]:
-    """The dims of scores that what the mask is made of has: ``row``, ``column`` or ``both``."""
+    """Along which dims of the scores the tensors extend that the mask is made of: ``row``, ``column`` or ``both``."""
     return {leaf.along for leaf in ring.mask.leaves} if ring.mask is not None else set()
 
 
@@ -243,8 +243,10 @@ def without_effect(program: Program, before: Program) -> list[str]:
     ``before``: the program in which nothing is taken apart.
     """
     way = program.options.attention
+    if way not in WITHOUT_EFFECT:
+        return []
     rings = [ring for node in program.calls if (ring := ring_of(node)) is not None]
-    if way not in WITHOUT_EFFECT or any(way == ULYSSES or ring.travels for ring in rings):
+    if any(way == ULYSSES or ring.travels for ring in rings):
         return []
     fused = [node for node in program.calls if node.target in FORWARD]
     if any(program.sharding(operand(node)).dims[POSITIONS].all_axes for node in fused):

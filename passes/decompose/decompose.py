@@ -46,7 +46,8 @@ from .convolution import CONVOLUTIONS
 from .index import INDEXING, lookup_moves
 from .pool import POOLS, RESAMPLINGS
 from .reductions import NORMALIZATIONS, REDUCTIONS, SOFTMAXES
-from .shift import SCANS, SHIFTS
+from .scan import SCANS
+from .shift import SHIFTS
 from .zigzag import ZIGZAGS
 
 aten = torch.ops.aten

@@ -174,17 +174,18 @@ class _Replay:
         """What a call holds besides operands and results while it runs: keys and values that come round, and scores."""
         ring, nbytes, tiled = ring_of(node), 0, (TILED, TILED_BACKWARD, TILED_MASK_BACKWARD)
         is_backward = node.target in (ring_attention_backward, *tiled[1:])
+        read = [each for each in node.args if isinstance(each, fx.Node)]
         if ring is not None and is_collective(node):
             nbytes += ring_workspace(ring, *self._types(goes_round(node)[:2]), is_backward=is_backward)
         if ring is not None and ring.mask is not None:
-            read = [each for each in node.args if isinstance(each, fx.Node)]
-            leaves = read[6 if is_backward else 3 :][: len(ring.mask.leaves)]
+            before = 6 if is_backward else 3  # q, k, v; in backward the gradient, the result and its logsumexp too
+            leaves = read[before : before + len(ring.mask.leaves)]
             nbytes += tile_workspace(ring, self._types(leaves))
         if node.target in DOT_RINGS:
             types = local_types(self.program, node)
             nbytes += dots_workspace(node.target, node.args, num_chunks(self.program, node), *types)
         if node.target in tiled or (ring is not None and ring.family == TILED_FAMILY):
-            q, k = self._types([each for each in node.args if isinstance(each, fx.Node)][is_backward:][:2])
+            q, k = self._types(read[is_backward:][:2])
             given = {} if ring is not None else arguments(node)
             dropout, text = (ring.dropout, ring.score_text) if ring else (given["dropout_p"], given["score_mod"])
             nbytes += tiled_workspace(q, k, TILE, dropout, text, is_backward=is_backward)

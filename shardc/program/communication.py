@@ -299,7 +299,7 @@ def _chains(node: fx.Node) -> list[list[fx.Node] | None]:
 
 
 class _Chains:
-    """Chains to values. State: ``known``; the values of a bucket have the chains of an earlier bucket in common."""
+    """Finds chains to values. State: ``known``, those found, since all values of a bucket may come through another."""
 
     def __init__(self) -> None:
         self.known: dict[tuple[fx.Node, int, int], list[fx.Node] | None] = {}
