@@ -22,7 +22,7 @@ def _stretches(along: Along) -> tuple[Windows, Windows] | None:
     if (dim, count) != (along.dim, along.count) or size % (2 * along.count):
         return None
     half = size // 2
-    return Windows(along.count, size, half, 0), Windows(along.count, size, half, size - 1, -1)
+    return Windows(along.count, size, half, half - 1, -1), Windows(along.count, size, half, half)
 
 
 def _reach(along: Along) -> list[tuple[Windows, TensorType]]:

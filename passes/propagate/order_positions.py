@@ -21,12 +21,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import fx
 
 from shardc.language.errors import ShardingError
 from shardc.language.partition import P
 from shardc.language.rule import Dims, Rule
-from shardc.language.sharding import WHOLE
+from shardc.language.sharding import WHOLE, ceil_div
+from shardc.language.size import slice_bounds
 from shardc.ops.attention.mask import has_rows
 from shardc.ops.attention.ring import POSITIONS
 from shardc.ops.attention.rules import FORWARD, is_attention
@@ -40,6 +42,8 @@ from shardc.program.program import Pin, Program, Value
 from ..decompose.along import Along
 from ..decompose.attention import as_ring, learned_masks, with_own_kernels
 from ..emitter import Emitter
+
+aten = torch.ops.aten
 
 
 def order_positions(program: Program) -> Program:
@@ -93,6 +97,13 @@ class Fold:
         """The same positions in a dim of which they are one factor."""
         return replace(self, outer=before * self.outer, inner=self.inner * after)
 
+    def keeps_places(self, length: int) -> bool:
+        """Whether positions have the places that they have where the last of them are left out, or more are added."""
+        shorter, longer = sorted((self.length, length))
+        chunk = ceil_div(longer, self.count)
+        early = (self.count - 1) * chunk + ceil_div(chunk, 2)  # where the late stretch of the last rank begins
+        return ceil_div(shorter, self.count) == chunk and shorter >= early
+
 
 Folds = dict[int, Fold]  # by dim of a value
 
@@ -130,10 +141,20 @@ class _Order:
         """Bring the operands of a call into the order that it computes in, and note that of its results."""
         values, rule = self.program.operand_values(node), self.program.rule(node)
         self.is_data[node] = all(self.is_data[value[0]] for value in values if value)
+        own = [self._own(value) for value in values]
         if is_attention(node.target):
             self._enter_attention(node)
-            return
-        wanted = self._wanted(rule, [self._own(value) for value in values])
+        elif ends := self._with_other_ends(node, own):
+            if self.is_data[node]:
+                self.marks[node, 0] = ends
+            else:
+                set_operands(node, [operand and self.get(operand, own[0]) for operand in operands(node)])
+                self.folds[node, 0] = ends
+        else:
+            self._enter(node, rule, own)
+
+    def _enter(self, node: fx.Node, rule: Rule, own: Sequence[Folds]) -> None:
+        wanted = self._wanted(rule, own)
         if is_annotation(node) and (spec := _spec(node)).zigzags:
             node.args = (node.args[0], str(spec.in_order()), *node.args[2:])
             folds = self._folds(self.program.type(node).shape, spec.zigzags.items())
@@ -157,6 +178,23 @@ class _Order:
         tensors = (*rule.operands, *rule.results)
         is_one_each = all(len(wanted.keys() & set(factors)) <= 1 for dims in tensors for factors in dims or ())
         return wanted if is_one_each else {}
+
+    def _with_other_ends(self, node: fx.Node, own: Sequence[Folds]) -> Folds | None:
+        """The positions of a result that has a few less or more at an end than its operand; None for other ops.
+
+        All others must keep their places in zigzag, or be data, which goes to any place.
+        """
+        if len(own) != 1 or len(own[0]) != 1:
+            return None
+        ((dim, fold),) = own[0].items()
+        start = _start(self.program, node, dim)
+        if start is None or not _is_plain(fold):
+            return None
+        length = self.program.type(node).shape[dim]
+        if abs(length - fold.length) >= ceil_div(fold.length, fold.count):
+            return None
+        is_like_it = self.is_data[node] or (start == 0 and fold.keeps_places(length))
+        return {dim: replace(fold, length=length)} if is_like_it else None
 
     def _operands(self, node: fx.Node, rule: Rule, wanted: Mapping[str, Fold]) -> list[fx.Node | None]:
         """The operands of a call with these factors in zigzag."""
@@ -281,6 +319,22 @@ def _whole_positions(program: Program, node: fx.Node, fold: Fold) -> ShardingErr
     what, problem = program.source(node).place, f"{fold.axis} cuts heads there, so that all ranks do the same work"
     remedy = f"write P(None, {fold.axis!r}) for the positions, in order, or say attention='ring'"
     return ShardingError(f"attention={ULYSSES!r}", f"positions in zigzag, {what}", problem, remedy)
+
+
+def _start(program: Program, node: fx.Node, dim: int) -> int | None:
+    """Which position of its operand is the first of a result; None for ops that do not just leave out or add some."""
+    if node.target not in (aten.constant_pad_nd.default, aten.slice.Tensor, aten.slice_backward.default):
+        return None
+    given, ndim = arguments(node), len(program.type(node).shape)
+    if node.target is aten.constant_pad_nd.default:
+        at = 2 * (ndim - 1 - dim)
+        return -given["pad"][at] if at < len(given["pad"]) else None
+    if given["dim"] % ndim != dim:
+        return None
+    is_slice = node.target is aten.slice.Tensor
+    size = (program.type(given["self"]).shape if is_slice else given["input_sizes"])[dim]
+    start, _, step = slice_bounds(given["start"], given["end"], given["step"], size)
+    return None if step != 1 else start if is_slice else -start
 
 
 def _is_plain(fold: Fold) -> bool:

@@ -1,12 +1,14 @@
 """Zigzag: an order of positions in which each of several ranks has an early and a late stretch of them.
 
 In causal attention later positions see more. Where a rank has one run of positions, the last rank does almost twice its
-share; with 2 * count stretches, of which rank i has the i-th from either end, each rank does the same::
+share; with 2 * count stretches, of which the last rank has the first and the last, the rank before it those next to
+them, and so on, each rank does the same::
 
     8 positions, 2 ranks     in order   0 1 2 3 | 4 5 6 7
-                             zigzag     0 1 6 7 | 2 3 4 5
+                             zigzag     2 3 4 5 | 0 1 6 7
 
-Two ops bring positions into that order and back.
+The last position is the last of all in either order, so that rows without it stay as they are. Two ops bring positions
+into that order and back.
 """
 
 from __future__ import annotations
@@ -21,9 +23,16 @@ from shardc.language.sharding import ceil_div
 def stretches(length: int, count: int, index: int) -> tuple[range, range]:
     """The early and the late stretch that a rank has; as many positions as torch.chunk gives it."""
     chunk = ceil_div(length, count)
-    own = max(0, min(chunk, length - index * chunk))
-    early, late = index * ceil_div(chunk, 2), length - index * (chunk // 2)
-    return range(early, early + ceil_div(own, 2)), range(late - own // 2, late)
+    before, after = min(length, index * chunk), max(0, length - (index + 1) * chunk)  # positions of other ranks
+    own = length - before - after
+    start, end = _early(after, chunk), _early(own + after, chunk)
+    return range(start, end), range(before + end, before + own + start)
+
+
+def _early(length: int, chunk: int) -> int:
+    """How many of the positions of ranks with ``chunk`` each, the last with what is left, are in early stretches."""
+    half = ceil_div(chunk, 2)
+    return length // chunk * half + min(half, length % chunk) if chunk else 0
 
 
 def in_zigzag(length: int, count: int) -> list[range]:

@@ -20,9 +20,20 @@ def test_each_rank_has_an_early_and_a_late_stretch_and_as_many_positions_as_torc
     chunks = [len(chunk) for chunk in torch.arange(length).chunk(count)] if length else []
     own = [stretches(length, count, index) for index in range(count)]
     assert [len(early) + len(late) for early, late in own] == chunks + [0] * (count - len(chunks))
-    assert all(0 <= len(early) - len(late) <= 1 for early, late in own)
+    full = [each for each in own if sum(map(len, each)) == sum(map(len, own[0]))]
+    assert all(0 <= len(early) - len(late) <= 1 for early, late in full)
     assert sorted(i for stretch in in_zigzag(length, count) for i in stretch) == list(range(length))
     assert all(max(early) < min(late) for early, late in own if early and late)
+
+
+@given(st.integers(1, 9), st.integers(1, 8), st.data())
+def test_the_last_positions_are_the_last_in_zigzag_too(count: int, half: int, data: st.DataObject) -> None:
+    left_out = data.draw(st.integers(0, min(half, count - 1)))
+    order, shorter = (
+        [i for stretch in in_zigzag(length, count) for i in stretch]
+        for length in (2 * half * count, 2 * half * count - left_out)
+    )
+    assert order[: len(shorter)] == shorter
 
 
 @given(st.integers(1, 3), st.integers(0, 20), st.integers(1, 3), st.integers(1, 5))

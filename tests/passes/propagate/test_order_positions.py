@@ -10,7 +10,15 @@ from attending import check_compiled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn.functional import avg_pool1d, conv1d, dropout, layer_norm, pad, scaled_dot_product_attention
+from torch.nn.functional import (
+    avg_pool1d,
+    conv1d,
+    cross_entropy,
+    dropout,
+    layer_norm,
+    pad,
+    scaled_dot_product_attention,
+)
 
 from shardc import Mesh, P, ShardingError, annotate, compile, parallelize
 from shardc.ops.zigzag import in_zigzag
@@ -53,6 +61,9 @@ ALONG: dict[str, Callable[[Tensor], Tensor]] = {
     "flip": lambda x: x.flip(1),
     "roll": lambda x: x.roll(1, 1),
     "shift": lambda x: pad(x[:, :-1], (0, 0, 1, 0)),
+    "without the last": lambda x: pad(x[:, :-1] * 2, (0, 0, 0, 1)),
+    "without the first": lambda x: pad(x[:, 1:] * 2, (0, 0, 1, 0)),
+    "longer": lambda x: pad(pad(x, (0, 0, 0, 1)) * 2, (0, 0, -1, 0)),
     "halves": lambda x: torch.cat(x.chunk(2, 1)[::-1], 1),
     "every second": lambda x: x[:, ::2].repeat_interleave(2, 1)[:, : x.shape[1]],
     "an index": lambda x: x[:, _number(x).flip(0)],
@@ -172,6 +183,39 @@ class Dropped(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q = dropout(self.layer(x), 0.3, self.training).unsqueeze(1)
         return scaled_dot_product_attention(q, q, q, dropout_p=0.2 * self.training, is_causal=True).squeeze(1)
+
+
+class NextToken(nn.Module):
+    """A causal model of one layer, and its loss for the next of each of the ids."""
+
+    def __init__(self, shift: str) -> None:
+        super().__init__()
+        self.embed, self.head, self.shift = nn.Embedding(40, WIDTH), nn.Linear(WIDTH, 40), shift
+
+    def forward(self, ids: Tensor) -> Tensor:
+        given = ids[:, :-1] if self.shift == "ids" else ids
+        logits = self.head(_attend(self.embed(given)))
+        if self.shift == "padded labels":
+            return cross_entropy(logits.flatten(0, 1), pad(ids, (0, 1), value=-100)[:, 1:].flatten())
+        if self.shift == "logits":
+            return cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        if self.shift == "logits of classes first":
+            return cross_entropy(logits[..., :-1, :].mT.contiguous(), ids[..., 1:].contiguous())
+        if self.shift == "two tokens":
+            further = cross_entropy(logits[:, :-2].flatten(0, 1), ids[:, 2:].flatten())
+            return further + cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        return cross_entropy(logits.mT, ids[:, 1:])
+
+
+@pytest.mark.parametrize("shift", ["padded labels", "logits", "logits of classes first", "two tokens", "ids"])
+@pytest.mark.parametrize("count", [3, 4])
+def test_the_loss_of_next_tokens_has_nothing_brought_back_in_order(count: int, shift: str) -> None:
+    torch.manual_seed(0)
+    model, given = NextToken(shift).double(), {"ids": torch.randint(40, (2, 24 + (shift == "ids")))}
+    compiled = compile(model, Mesh(cp=count), {"ids": P(None, "cp:zigzag")}, kwargs=given)
+    check_compiled(compiled, model, given, TOLERANCE)
+    sent = {each.name for each in compiled.collectives if each.kind != "all_reduce"}
+    assert sent == {"ring_attention", "ring_attention_backward"}
 
 
 @pytest.mark.parametrize("count", [2, 3])
