@@ -142,6 +142,10 @@ class Windowed:
         rows = [sum(rows_sent(values)[0]) * (nbytes // max(1, Windows(*values).length)) for values, nbytes in pairs]
         return sum(rows) if reach else None
 
+    def ways(self, along: Along) -> list[tuple[str, int]]:
+        """The ways of an op that has more than two, in words, with what a rank sends; the one that it takes first."""
+        return []
+
 
 def windowed(
     window_of: Callable[[Along], Windows | None],

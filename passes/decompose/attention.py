@@ -39,14 +39,31 @@ class Rings(Windowed):
 
         In backward their gradients go with them. None where a mask has a gradient too, and where heads are cut instead.
         """
-        given = along.given
-        if along.dim != POSITIONS or ((mask := given.get("grad_input_mask")) and mask[3]):
+        if not self._may_be_apart(along):
             return None
         ring = _ring(along)[0]
         ranks = _sharing_heads(along, ring)
         if ranks == along.count and not _is_made_in_tiles(along, ring, ranks):
             return None  # all axes of positions move to heads, see choose_dims
         return along.count * _sent(along, ring, ranks, RINGS[along.node.target in BACKWARD])
+
+    def _may_be_apart(self, along: Along) -> bool:
+        mask = along.given.get("grad_input_mask")
+        return along.dim == POSITIONS and not (mask and mask[3])
+
+    def ways(self, along: Along) -> list[tuple[str, int]]:
+        """Keys and values that go round, heads that ranks share, and keys that each gathers, as far as each may be."""
+        if not self._may_be_apart(along):
+            return []
+        ring, kind = _ring(along)[0], RINGS[along.node.target in BACKWARD]
+        chosen = _sharing_heads(along, ring), ring.travels
+        found = {
+            (ranks, travels): _sent(along, replace(ring, travels=travels), ranks, kind)
+            for ranks in _divisors(along.count) if _may_share(along, ranks)
+            for travels in ((True, False) if ranks == 1 and ring.travels else (ring.travels,))
+        }  # fmt: skip
+        found = {chosen: found[chosen], **found}
+        return [(_words(along.count, *way), nbytes) for way, nbytes in found.items()]
 
 
 def _sent(along: Along, ring: Ring, ranks: int, target: Any) -> int:
@@ -76,7 +93,7 @@ def _sharing_heads(along: Along, ring: Ring) -> int:
     program, way = along.emit.program, along.emit.program.options.attention
     if way in (RING, GATHER):
         return 1
-    ways = [ranks for ranks in range(1, along.count + 1) if along.count % ranks == 0 and _may_share(along, ranks)]
+    ways = [ranks for ranks in _divisors(along.count) if _may_share(along, ranks)]
     if way == ULYSSES:
         if ways[-1] == 1:
             raise _undivided(along)
@@ -88,6 +105,18 @@ def _sharing_heads(along: Along, ring: Ring) -> int:
         ways.pop()
     kinds = RINGS if _has_backward(program) else RINGS[:1]
     return min(ways, key=lambda ranks: sum(_sent(along, ring, ranks, kind) for kind in kinds))
+
+
+def _divisors(count: int) -> list[int]:
+    return [ranks for ranks in range(1, count + 1) if count % ranks == 0]
+
+
+def _words(count: int, ranks: int, travels: bool) -> str:
+    """A way to compute attention on ``count`` ranks, of which groups of ``ranks`` share heads."""
+    rest = f"keys and values go round {count // ranks} ranks" if travels else "each gathers all keys and values"
+    if ranks == 1:
+        return rest
+    return f"{ranks} ranks share heads in place of positions{f', {rest}' * (ranks < count)}"
 
 
 def _is_made_in_tiles(along: Along, ring: Ring, ranks: int) -> bool:

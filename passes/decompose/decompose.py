@@ -164,12 +164,17 @@ def _windowed_form(program: Program, node: fx.Node) -> tuple[FormChoice, Form] |
     """
     rule, found = program.rule(node), None
     cuts = _arriving(program, node, rule)
-    for factor, along, moved in _windows(program, node, rule, cuts):  # all ranks together send ``moved`` bytes
-        is_apart = moved < (along.count - 1) * _gathered_bytes(program, node, rule, {factor}, {})
+    for factor, along in _windows(program, node, rule, cuts):
+        moved, others = WINDOWED[node.target].moved(along), _num_others(cuts, {factor})
+        ways = tuple((way, ceil_div(nbytes, others)) for way, nbytes in WINDOWED[node.target].ways(along))
+        if moved is None and not ways:
+            continue
+        is_apart = moved is not None and moved < (along.count - 1) * _gathered_bytes(program, node, rule, {factor}, {})
         if is_apart or found is None:
-            apart = ceil_div(moved, along.count * _num_others(cuts, {factor}))
+            apart = ceil_div(moved or 0, along.count * others)
             gathered = _gathered_bytes(program, node, rule, {factor}, cuts) * (along.count - 1) // along.count
-            found = _choice(program, node, cuts, {factor}, apart, gathered, is_apart), partial(_in_windows, along)
+            choice = _choice(program, node, cuts, {factor}, apart, gathered, is_apart)
+            found = replace(choice, ways=ways), partial(_in_windows, along)
         if is_apart:
             break
     return found
@@ -179,15 +184,12 @@ def _in_windows(along: Along, emit: Emitter) -> Results:
     return WINDOWED[along.node.target].expand(replace(along, emit=emit, chosen=along.emit))
 
 
-def _windows(program: Program, node: fx.Node, rule: Rule, cuts: Cuts) -> Iterator[tuple[str, Along, int]]:
-    """The factors along which an op can be taken apart into windows, and the bytes that all ranks then send."""
+def _windows(program: Program, node: fx.Node, rule: Rule, cuts: Cuts) -> Iterator[tuple[str, Along]]:
+    """The factors along which an op may be taken apart into windows."""
     for factor, cut in cuts.items():
         for dim, in_chunks, divides in _cut_dims(program, node, rule, factor, cut):
             nested = () if divides else tuple(part.size for part in in_chunks.axes)
-            along = Along(Emitter(program, node), dim, num_shards(in_chunks.axes), nested=nested)
-            moved = WINDOWED[node.target].moved(along)
-            if moved is not None:
-                yield factor, along, moved
+            yield factor, Along(Emitter(program, node), dim, num_shards(in_chunks.axes), nested=nested)
 
 
 def _choice(

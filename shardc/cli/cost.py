@@ -73,14 +73,15 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("--recompile", what, "there is no point at which to compile anew", remedy)
     if options.symbolic or options.symbol or options.at:
         return _run_symbolic(options)
-    from shardc.costs.step import outer_entry, outer_note
+    from shardc.costs.step import outer_entry, outer_note, rings_of, rings_text
 
     program = compiled(options)
     cost = program.cost
-    outer = outer_entry(program.whole)
+    outer, rings = outer_entry(program.whole), rings_of(program.whole)
     note = outer_note(outer)
-    text = with_warnings("\n".join(filter(None, [cost.text(), note and f"{note}\n"])), program.whole.notes)
-    record = Cost(options.mesh.sizes, *cost.entries(), cost.copies or None, outer)
+    texts = [cost.text(), rings_text(rings), note and f"{note}\n"]
+    text = with_warnings("\n".join(filter(None, texts)), program.whole.notes)
+    record = Cost(options.mesh.sizes, *cost.entries(), cost.copies or None, outer, rings or None)
     write(text if options.format == "text" else json_text(record), options.output)
     return GOOD
 

@@ -83,6 +83,29 @@ class Copies:
 
 
 @dataclass(frozen=True, slots=True)
+class RingEntry:
+    """The rings of a step over the same axes, in one phase, with as many steps each: of attention, or of products.
+
+    ``axes``: major first. ``wire_bytes``: what a rank sends in all of them. ``held``: bytes of what comes round that a
+    rank holds at a time, its gradients included. ``busiest``: operations of the busiest rank beside the mean of all,
+    for which all ranks wait. Predicted seconds of all of them, where a machine is named: ``computing`` of the busiest
+    rank, ``sending``, and ``waited``, in which a rank has nothing to compute until what is sent arrives.
+    """
+
+    phase: Phase
+    of: Literal["attention", "products"]
+    axes: tuple[str, ...]
+    count: Count
+    steps: Count
+    wire_bytes: Count
+    held: Count
+    busiest: Amount
+    computing: Amount | None = None
+    sending: Amount | None = None
+    waited: Amount | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class OuterEntry:
     """What one rank sends in an outer step of groups that train by themselves, and how long that takes.
 
@@ -105,7 +128,7 @@ class Cost:
 
     ``mesh``: the axes of ranks, with their sizes. ``traffic``: what one rank sends in a step, in the order in which
     each first occurs. ``flops``: floating-point operations of one rank. ``copies``: absent where there are none.
-    ``outer``: of outer steps, absent without any.
+    ``outer``: of outer steps, absent without any. ``rings``: absent without any.
     """
 
     version: Literal[1] = field(default=1, init=False)
@@ -115,6 +138,7 @@ class Cost:
     flops: Count
     copies: tuple[Copies, ...] | None = None
     outer: OuterEntry | None = None
+    rings: tuple[RingEntry, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,18 +172,14 @@ class _Replay:
 
     def _workspace(self, node: fx.Node) -> Blocks:
         """What a call holds besides operands and results while it runs: keys and values that come round, and scores."""
-        ring, nbytes, tiled = ring_of(node), 0, (TILED, TILED_BACKWARD, TILED_MASK_BACKWARD)
+        ring, tiled = ring_of(node), (TILED, TILED_BACKWARD, TILED_MASK_BACKWARD)
+        nbytes = bytes_in_ring(self.program, node)
         is_backward = node.target in (ring_attention_backward, *tiled[1:])
         read = [each for each in node.args if isinstance(each, fx.Node)]
-        if ring is not None and is_collective(node):
-            nbytes += ring_workspace(ring, *self._types(goes_round(node)[:2]), is_backward=is_backward)
         if ring is not None and ring.mask is not None:
             before = 6 if is_backward else 3  # q, k, v; in backward the gradient, the result and its logsumexp too
             leaves = read[before : before + len(ring.mask.leaves)]
             nbytes += tile_workspace(ring, self._types(leaves))
-        if node.target in DOT_RINGS:
-            types = local_types(self.program, node)
-            nbytes += dots_workspace(node.target, node.args, num_chunks(self.program, node), *types)
         if node.target in tiled or (ring is not None and ring.family == TILED_FAMILY):
             q, k = self._types(read[is_backward:][:2])
             given = {} if ring is not None else arguments(node)
@@ -202,6 +198,18 @@ class _Replay:
         """A block for a value, of its class or of that ``of`` another value; without bytes for one in the tier."""
         size, is_below = nbytes(self.program.local_type(*value)), value[0] in self.below
         return Block(value, 0 if is_below else size, self.kinds.get(of or value, "working"), below=size * is_below)
+
+
+def bytes_in_ring(program: Program, node: fx.Node) -> int:
+    """Bytes of what goes round that a rank holds while a ring runs, besides its own chunk; 0 for other calls."""
+    if node.target in DOT_RINGS:
+        return dots_workspace(node.target, node.args, num_chunks(program, node), *local_types(program, node))
+    ring = ring_of(node)
+    if ring is None or not is_collective(node):
+        return 0
+    keys, values = (program.local_type(each) for each in goes_round(node)[:2])
+    assert keys is not None and values is not None
+    return ring_workspace(ring, keys, values, is_backward=node.target is ring_attention_backward)
 
 
 def _calls_of(stages: Stages, here: Collection[int]) -> Iterator[fx.Node]:

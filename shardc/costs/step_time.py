@@ -45,6 +45,7 @@ from shardc.program.text import range_name
 from shardc.program.traffic import collectives_of
 from shardc.schedules.clock import Task
 from shardc.schedules.timeline import Timeline, timeline
+from shardc.schedules.trace import Sent
 
 COMPUTING, OPTIMIZER, OVER = "computing", "optimizer step", "collectives over "  # lanes
 COPYING: dict[Any, str] = {fetch: "fetched", offload: "offloaded"}  # lanes of copies from the tier below, and to it
@@ -79,7 +80,7 @@ class Slice:
     """The name of a task on a lane of one rank: a call or a collective. It is equal to no other.
 
     ``name``: of the node. ``text``: ``phase/module/name``. ``kind``: of a collective. ``is_share``: the part of a
-    collective's time in which its rank computes nothing.
+    collective's time in which its rank computes nothing. ``sent``: by a collective.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Slice:
     phase: Phase
     kind: str = ""
     is_share: bool = False
+    sent: Sent | None = None
 
     def __str__(self) -> str:
         return self.text
@@ -162,7 +164,8 @@ class _Lanes:
         collective = collective_at(self.program, node)
         seconds, link = collective_seconds(self.program, collective), link_of(self.program, collective)
         after = tuple(dict.fromkeys((*self._operand_makers(node), *self.last)))
-        name = self._slice(node, collective.kind)
+        sent = Sent(collective.axes, collective.wire_bytes, collective.steps)
+        name = self._slice(node, collective.kind, sent=sent)
         self.makers[node] = (name,)
         by = f"{BY}{link.name}" if isinstance(link, HierarchicalLink) else ""
         yield Task(name, (f"{OVER}{', '.join(collective.axes)}{by}",), seconds, after)
@@ -174,8 +177,9 @@ class _Lanes:
     def _operand_makers(self, node: fx.Node) -> tuple[Hashable, ...]:
         return tuple(dict.fromkeys(maker for read in node.all_input_nodes for maker in self.makers.get(read, ())))
 
-    def _slice(self, node: fx.Node, kind: str = "", part: str = "") -> Slice:
-        return Slice(node.name, range_name(self.program, node) + part, self.program.source(node).phase, kind)
+    def _slice(self, node: fx.Node, kind: str = "", part: str = "", sent: Sent | None = None) -> Slice:
+        text, phase = range_name(self.program, node) + part, self.program.source(node).phase
+        return Slice(node.name, text, phase, kind, sent=sent)
 
 
 # The ranks of a pipeline: what they do once a step, before and after the schedule.

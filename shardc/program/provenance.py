@@ -298,6 +298,7 @@ class FormChoice:
 
     ``op``: the name of its node, which is gone where it was taken apart; ``target``: what it calls. ``apart_bytes``,
     ``gathered_bytes``: what a rank sends by either form. ``refused``: why taking it apart was not considered.
+    ``ways``: of an op that has more than two, in words, with what a rank sends; the chosen one first.
     """
 
     op: str
@@ -308,6 +309,7 @@ class FormChoice:
     gathered_bytes: int
     is_apart: bool = False
     refused: str = ""
+    ways: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

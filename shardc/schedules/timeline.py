@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from math import ceil
 from typing import Literal
@@ -14,7 +14,7 @@ from shardc.language.record import json_of
 from shardc.language.text import bytes_text, seconds_text
 from shardc.schedules.clock import Clock, Task, Tasks
 from shardc.schedules.schedule import COMPUTE, Action
-from shardc.schedules.trace import Trace, TraceArgs, TraceName, TraceSlice
+from shardc.schedules.trace import Sent, Trace, TraceArgs, TraceName, TraceSlice
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,19 @@ class Timeline:
         rows = [[task for task in self.on(rank) if task.seconds] for rank in self.ranks]
         starts = [min((self.starts[task.name] for task in row), default=0) for row in rows]
         return tuple(max(map(self.end, row), default=0) - start for row, start in zip(rows, starts, strict=True))
+
+    def waited(self, rank: Hashable) -> Mapping[Hashable, float]:
+        """For each task the seconds for which a rank computes nothing until it ends."""
+        waited, now, reasons = dict[Hashable, float](), 0.0, self.reasons
+        for task in self.on(rank):
+            start = self.starts[task.name]
+            if start > now:
+                waited[reasons[task.name]] = waited.get(reasons[task.name], 0.0) + start - now
+            now = self.end(task)
+        if self.makespan > now:
+            last = max(self.tasks, key=self.end)
+            waited[last.name] = waited.get(last.name, 0.0) + self.makespan - now
+        return waited
 
     @property
     def bubble(self) -> float:
@@ -222,6 +235,7 @@ def chrome_trace(timeline: Timeline) -> str:
         (1, "communication", channels),
     )
     events: list[TraceName | TraceSlice] = []
+    waited = {name: seconds for rank in timeline.ranks for name, seconds in timeline.waited(rank).items()}
     for process, name, lanes in processes:
         events.append(TraceName("process_name", process, 0, TraceArgs(name)))
         for thread, lane in enumerate(lanes):
@@ -231,6 +245,8 @@ def chrome_trace(timeline: Timeline) -> str:
             ):  # ends are rounded like starts: no overlap
                 start, end = round(timeline.starts[task.name] * 1e9), round(timeline.end(task) * 1e9)
                 kind = getattr(task.name, "category", "") or _kind(task) or "message"
-                events.append(TraceSlice(str(task.name), kind, start / 1e3, (end - start) / 1e3, process, thread))
+                sent: Sent | None = getattr(task.name, "sent", None)
+                args = sent and replace(sent, waited=round(waited.get(task.name, 0.0) * 1e6, 3))
+                events.append(TraceSlice(str(task.name), kind, start / 1e3, (end - start) / 1e3, process, thread, args))
     lines = ",\n  ".join(json.dumps(event) for event in json_of(Trace(tuple(events)))["traceEvents"])
     return f'{{"displayTimeUnit": "ms", "traceEvents": [\n  {lines}\n]}}\n'

@@ -27,12 +27,26 @@ class TraceName:
 
 
 @dataclass(frozen=True, slots=True)
+class Sent:
+    """What a collective sends.
+
+    ``axes``: major first. ``wire_bytes``: what a rank sends. ``steps``: messages that follow one another, as in a ring.
+    ``waited``: microseconds in which nothing is computed because of it.
+    """
+
+    axes: tuple[str, ...]
+    wire_bytes: Count
+    steps: Count
+    waited: Amount = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class TraceSlice:
     """Something that takes time.
 
     ``name``: phase/module/op; of a pipeline an action, such as 0F1. ``cat``: the kind of a collective, the phase of all
     else; of a pipeline the kind of an action. ``ts``: its start, in microseconds. ``dur``: microseconds. ``pid``: 0
-    computation, 1 communication. ``tid``: a lane.
+    computation, 1 communication. ``tid``: a lane. ``args``: of a collective.
     """
 
     name: str
@@ -42,6 +56,7 @@ class TraceSlice:
     dur: Amount
     pid: Literal[0, 1]
     tid: Count
+    args: Sent | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from attending import WIDTH, Attending, draw
 from gpt import gpt
 from targets import mlp
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from shardc.api import Compiled
 from shardc.cli.main import main
 from shardc.costs.count import call_seconds, collective_seconds, on_machine, update_seconds
 from shardc.costs.stage_record import StageRecord
-from shardc.costs.step import StepRecord
+from shardc.costs.step import StepRecord, rings_of, rings_text
 from shardc.costs.step_time import COMPUTING, OPTIMIZER, Slice, step_timeline
 from shardc.language.errors import OptionError
 from shardc.language.machine import LINKS, Device, HierarchicalLink, Link, Machine, machine_of, num_steps
@@ -155,6 +156,28 @@ def test_a_trace_has_every_collective_once_and_lanes_whose_slices_follow_each_ot
         for event in (event for event in events if (event["pid"], event["tid"]) == lane):
             assert event["ts"] >= ends and event["dur"] >= 0  # type: ignore[operator]
             ends = event["ts"] + event["dur"] - 1e-6  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("axis", ["cp", "cp:zigzag"])
+def test_rings_say_what_they_send_hold_and_wait_for(axis: str) -> None:
+    inputs = draw(48, dtype=torch.float32)
+    cut = {"x": P(None, axis)}
+    found = shardc.compile(Attending(), Mesh(cp=4), cut, kwargs=inputs, links=machine(), attention="ring")
+    forward, backward = entries = rings_of(found.program)
+    rings = [each for each in found.collectives if each.name.startswith("ring")]
+    assert [each.wire_bytes for each in entries] == [each.wire_bytes for each in rings]
+    chunks = 2 * 2 * 12 * WIDTH * 4  # keys and values of 12 positions, of two samples
+    assert (forward.phase, forward.steps, forward.count, forward.wire_bytes) == ("forward", 3, 1, 3 * chunks)
+    assert (forward.held, backward.wire_bytes) == (2 * chunks, 6 * chunks)
+    assert (forward.busiest > 1.5) == (axis == "cp") and (forward.busiest <= 1.05) == (axis != "cp")
+    events = {(event["name"], event["pid"]): event for event in slices(found.timeline.chrome_trace())}
+    for entry, sent in zip(entries, rings, strict=True):
+        ((name, _),) = (name for name in events if name[0].endswith(f"/{sent.name}") and name[1] == 1)
+        args: Any = events[name, 1]["args"]
+        assert (args["steps"], args["wire_bytes"]) == (3, entry.wire_bytes)
+        assert args["waited"] == pytest.approx(1e6 * (entry.waited or 0), rel=1e-3, abs=2e-3)
+    text = StepRecord(found.program).text() + rings_text(entries)
+    assert "busiest / mean" in text and "waited for" in text
 
 
 def test_the_time_of_a_pipeline_is_that_of_its_schedule_on_the_machine() -> None:

@@ -17,7 +17,7 @@ from shardc.costs.count import flops_of, has_machine
 from shardc.costs.memory import memory_of
 from shardc.costs.records import BalanceEntry, CutStage, CutStages, ReceivedValue, SharedParameter
 from shardc.costs.stage_record import StageRecord
-from shardc.costs.step import StepRecord, copies_of, copies_text, rank_flops
+from shardc.costs.step import StepRecord, copies_of, copies_text, rank_flops, rings_of, rings_text
 from shardc.language.errors import OptionError, did_you_mean
 from shardc.language.record import json_text
 from shardc.language.text import bytes_text, count_text, operations_text, table
@@ -112,7 +112,7 @@ TABLE_TEXTS: dict[str, Callable[[Program], str]] = {
     "flops": lambda program: flops_text(
         {"all ranks together would need": flops_of(program), "one rank": rank_flops(program)}
     ),
-    "time": lambda program: StepRecord(program).text(),
+    "time": lambda program: "\n".join(filter(None, [StepRecord(program).text(), rings_text(rings_of(program))])),
     "nodes": program_text,
     "notes": notes_text,
 }

@@ -13,7 +13,7 @@ from shardc.costs.count import flops_of, has_machine
 from shardc.costs.memory import memory_of
 from shardc.costs.records import Copies, FlopsEntry, MemoryEntry, RunEntry
 from shardc.costs.stage_record import StageRecord
-from shardc.costs.step import StepRecord, copies_of
+from shardc.costs.step import StepRecord, copies_of, rings_of
 from shardc.language.sharding import dtype_name
 from shardc.program.program import Program
 from shardc.program.stages import has_stages
@@ -141,10 +141,16 @@ TABLES: Mapping[str, Callable[[_Tables], Any]] = {
     "stages": lambda tables: tables.stages.entries() if tables.stages else (),
     "schedule": lambda tables: tables.stages and tables.stages.schedule_entry(),
     "time": lambda tables: StepRecord(tables.program).entry(),
+    "rings": lambda tables: rings_of(tables.program) or None,
     "notes": lambda tables: tuple(tables.program.notes),
     "nodes": _Tables.nodes,
 }
-WITH_TABLE = {"parameters": ("parameters", "buffers"), "memory": ("memory", "copies"), "stages": ("stages", "schedule")}
+WITH_TABLE = {
+    "parameters": ("parameters", "buffers"),
+    "memory": ("memory", "copies"),
+    "stages": ("stages", "schedule"),
+    "time": ("time", "rings"),
+}
 ABOUT_VALUES = ("collectives", "parameters", "buffers", "inputs", "outputs", "fallbacks", "nodes")
 
 

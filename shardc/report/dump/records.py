@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from shardc.costs.records import Copies, FlopsEntry, MemoryEntry, RunEntry, ScheduleEntry, StageEntry, TimeEntry
+from shardc.costs.records import (
+    Copies,
+    FlopsEntry,
+    MemoryEntry,
+    RingEntry,
+    RunEntry,
+    ScheduleEntry,
+    StageEntry,
+    TimeEntry,
+)
 from shardc.language.machine import SentKind
 from shardc.language.record import FURTHER, Count, Size
 from shardc.language.words import Level
@@ -96,7 +105,8 @@ class Dump:
     ``mesh``: the axes of ranks, with their sizes. ``only``: what was asked for, where other tables, or other entries of
     tables, are left out. ``collectives``: in the order of the program. ``fallbacks``: ops without a rule, which run
     whole on every rank. ``stages``: of a pipeline, once its program is lowered. ``schedule``: of a pipeline.
-    ``copies``: between the device and the tier below, of a step; absent where there are none.
+    ``copies``: between the device and the tier below, of a step; absent where there are none. ``rings``: those of
+    attention and of products, with ``time``; absent where there are none.
     ``notes``: what the compiler has to say of what it did. ``seconds``: what capture and each pass took; only where
     asked for.
     """
@@ -125,6 +135,7 @@ class Dump:
     stages: tuple[StageEntry, ...] | None = None
     schedule: ScheduleEntry | None = None
     time: TimeEntry | None = None
+    rings: tuple[RingEntry, ...] | None = None
     notes: tuple[str, ...] | None = None
     nodes: tuple[NodeEntry, ...] | None = None
     seconds: Mapping[str, float] | None = None

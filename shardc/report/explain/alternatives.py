@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from functools import cached_property, lru_cache
 
@@ -30,7 +30,7 @@ from shardc.program.collective import EXCHANGES, Step
 from shardc.program.communication import axes_of, collective_at, is_collective
 from shardc.program.node import operands
 from shardc.program.program import Program
-from shardc.program.provenance import CutChoice, Cuts, FormChoice
+from shardc.program.provenance import CutChoice, Cuts, FormChoice, Source
 from shardc.program.stages import sender
 from shardc.program.traffic import collectives_of
 from shardc.report.explain.collectives import Movement, movements, producer_of
@@ -65,6 +65,8 @@ class AlternativeFinder:
             return ()
         moved = list(movements(self.program, node))
         ways = [*_reshard_alternatives(self.program, moved)]
+        if of_attention := [*self._attention_alternatives(node, moved)]:
+            return (*ways, *of_attention)
         if len(moved) == 1 and node.target not in EXCHANGES:  # what these send depends on no cut of an op
             ways += _cut_alternatives(self.program, node, moved[0])
         questions = {each.question for each in ways}
@@ -74,17 +76,26 @@ class AlternativeFinder:
             ways += self._gathered_alternatives(node, each, questions)
         return (*ways, *(way for axis in axes_of(node) for way in self._side_alternatives.get(axis, ())))
 
+    def _attention_alternatives(self, node: fx.Node, moved: Sequence[Movement]) -> Iterator[Alternative]:
+        """For what attention reads or makes: a ring, heads that ranks share, and keys that each gathers."""
+        near = [node] if node.target in EXCHANGES else [op for each in moved for op in (*each.users, each.producer)]
+        near = [self.program.value(each)[0] for each in near if each.op == "call_function"]
+        for form in (each for each in self._forms.values() if each.ways):
+            if any(form.op == op.name or self._is_of(form, op) for op in near):
+                question = f"to compute {form.target.lstrip('_')}{_place(form.source)}"
+                for i, (way, nbytes) in enumerate(form.ways):
+                    yield Alternative(question, way, nbytes, i == 0)
+                return
+
     def _decomposed_alternatives(self, producer: fx.Node) -> Iterator[Alternative]:
         """For an op that was taken apart and is gone: what gathering its operand would have sent."""
-        source = self.program.source(producer)
-        place = f" ({source.location or source.module})" if source.location or source.module else ""
         for form in (each for each in self._forms.values() if each.is_apart and self._is_of(each, producer)):
             sent = [each for each in self.program.calls if is_collective(each) and self._is_of(form, each)]
             edges = [each for each in sent if each.target in EXCHANGES]
             announced = sum(collective_at(self.program, each).wire_bytes for each in edges or sent)
             way = "what lies next to each piece" if edges else "local work and sums of a few numbers"
             way += f", in {len(edges)} collectives" if len(edges) > 1 else ""
-            question = f"to compute {form.target.lstrip('_')}{place}"
+            question = f"to compute {form.target.lstrip('_')}{_place(form.source)}"
             yield Alternative(question, way, announced if edges else form.apart_bytes or announced, True)
             yield Alternative(question, "gather the whole dim", form.gathered_bytes, False)
 
@@ -120,6 +131,11 @@ class AlternativeFinder:
                 ways = {"each op as it costs least": side.wire_bytes, **ways}
             of_axes[side.axis] = [Alternative(question, way, n, n == side.wire_bytes) for way, n in ways.items()]
         return of_axes
+
+
+def _place(source: Source) -> str:
+    place = source.location or source.module
+    return f" ({place})" if place else ""
 
 
 def _question(program: Program, op: fx.Node) -> str:

@@ -6,6 +6,7 @@ import gpt
 import moe
 import pytest
 import torch
+from attending import Attending, draw
 from targets import convolution
 from torch import nn
 
@@ -102,6 +103,30 @@ def test_windows_are_told_from_gathering_by_the_bytes_that_are_announced() -> No
         same = [each for each in others if (each.phase, each.source) == (collective.phase, collective.source)]
         assert chosen.wire_bytes == sum(each.wire_bytes for each in same) > 0, found
         assert [each.way for each in found if not each.is_chosen] == ["gather the whole dim"]
+
+
+@pytest.mark.parametrize(
+    ("way", "chosen", "other"),
+    [
+        ("ring", "keys and values go round 4 ranks", "4 ranks share heads in place of positions"),
+        ("ulysses", "4 ranks share heads in place of positions", "keys and values go round 4 ranks"),
+        ("gather", "each gathers all keys and values", "4 ranks share heads in place of positions"),
+    ],
+)
+def test_attention_says_what_each_way_to_compute_it_sends(way: str, chosen: str, other: str) -> None:
+    """What is announced of the chosen way is what all its collectives send; the other is announced as where chosen."""
+    inputs, announced = draw(16, dtype=torch.float32), dict[str, tuple[str, int]]()
+    for each in dict.fromkeys((way, "ring", "ulysses")):
+        compiled = shardc.compile(Attending(), Mesh(cp=4), {"x": P(None, "cp")}, kwargs=inputs, attention=each)
+        of_attention = [one for one in compiled.collectives if one.kind != "all_reduce" and one.phase == "forward"]
+        found = [one for one in alternatives(compiled, of_attention[0].name) if "scaled_dot_product" in one.question]
+        assert [one.is_chosen for one in found] == [True] + [False] * (len(found) - 1)
+        assert found[0].wire_bytes == sum(one.wire_bytes for one in of_attention)
+        announced[each] = found[0].way, found[0].wire_bytes
+        if each == way:
+            ways = {one.way: one.wire_bytes for one in found}
+    assert announced[way][0] == chosen and other in ways
+    assert all(ways[name] == nbytes for name, nbytes in announced.values() if name in ways)
 
 
 def test_a_table_that_is_gathered_says_what_taking_its_lookup_apart_would_send() -> None:
