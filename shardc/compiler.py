@@ -26,7 +26,7 @@ from shardc.capture.capture import Captured, capture, is_same_capture
 from shardc.capture.containers import flatten, rebuild
 from shardc.capture.microbatches import check_loss, empty_microbatches, with_microbatches
 from shardc.capture.values.region import Symbols
-from shardc.costs.stage_schedule import schedule_of
+from shardc.costs.stages.schedule import schedule_of
 from shardc.costs.step import outer_entry, outer_note
 from shardc.costs.step_time import slow_link_note
 from shardc.language.errors import CaptureError, OptionError, ShardingError, did_you_mean, raise_all

@@ -12,8 +12,8 @@ it was. Which values cross from stage to stage is read off it at the end (shardc
 
 from __future__ import annotations
 
-from shardc.costs.choose_stages import SplitOptions
-from shardc.costs.fastest_stages import fastest_stages
+from shardc.costs.stages.choose import SplitOptions
+from shardc.costs.stages.fastest import fastest_stages
 from shardc.language.sharding import num_shards
 from shardc.program.program import Program
 

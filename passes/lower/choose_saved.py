@@ -17,7 +17,7 @@ from torch import fx
 from shardc.costs.count import flops_of_call
 from shardc.costs.ledger import bytes_of
 from shardc.costs.replay import ledgers_of
-from shardc.costs.stage_schedule import schedule_of
+from shardc.costs.stages.schedule import schedule_of
 from shardc.language.errors import OptionError
 from shardc.options import Remat
 from shardc.program.communication import bytes_sent, gathered_again, is_collective

@@ -10,7 +10,7 @@ from functools import cached_property
 from torch import Tensor, fx
 
 from shardc.capture.values.refusals import Guard
-from shardc.costs.stage_schedule import schedule_of
+from shardc.costs.stages.schedule import schedule_of
 from shardc.program.opaque import Opaque
 from shardc.program.program import Program
 from shardc.program.text import call_text, op_names, value_names

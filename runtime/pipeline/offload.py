@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shardc.costs.stage_lifetime import ResidentStages
+from shardc.costs.stages.lifetime import ResidentStages
 
 from ..execute.executor import Rows
 from ..execute.part import Values

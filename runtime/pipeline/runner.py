@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from shardc.costs.stage_lifetime import ResidentStages, stage_turns, ways_after
-from shardc.costs.stage_schedule import PART_OF_PHASE, schedule_of
+from shardc.costs.stages.lifetime import ResidentStages, stage_turns, ways_after
+from shardc.costs.stages.schedule import PART_OF_PHASE, schedule_of
 from shardc.language.errors import second_backward
 from shardc.language.words import Part
 from shardc.program.program import Program, ends_of, parameters_of

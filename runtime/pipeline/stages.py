@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shardc.costs.stage_lifetime import kept_after, read_beside, sums_in_place
+from shardc.costs.stages.lifetime import kept_after, read_beside, sums_in_place
 from shardc.language.words import PARTS, Part
 from shardc.program.node import operand
 from shardc.program.stages import SCHEDULED, Stages

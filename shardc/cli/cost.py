@@ -73,7 +73,8 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("--recompile", what, "there is no point at which to compile anew", remedy)
     if options.symbolic or options.symbol or options.at:
         return _run_symbolic(options)
-    from shardc.costs.step import outer_entry, outer_note, rings_of, rings_text
+    from shardc.costs.rings import rings_of, rings_text
+    from shardc.costs.step import outer_entry, outer_note
 
     program = compiled(options)
     cost = program.cost

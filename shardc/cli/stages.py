@@ -31,7 +31,7 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Capture, cut, and write the stages."""
     from shardc.capture.capture import capture
-    from shardc.costs.choose_stages import SplitOptions, choose_stages
+    from shardc.costs.stages.choose import SplitOptions, choose_stages
     from shardc.report.dump.dump import stages_text
 
     options.mesh = options.mesh or Mesh(pp=options.stages)

@@ -17,7 +17,7 @@ from torch import fx
 
 from shardc.costs.count import nbytes
 from shardc.costs.ledger import Block, Blocks, Env, Ledger
-from shardc.costs.stage_lifetime import (
+from shardc.costs.stages.lifetime import (
     ResidentStages,
     kept_after,
     read_beside,
@@ -25,7 +25,7 @@ from shardc.costs.stage_lifetime import (
     sums_in_place,
     ways_after,
 )
-from shardc.costs.stage_schedule import PART_OF_PHASE, schedule_of
+from shardc.costs.stages.schedule import PART_OF_PHASE, schedule_of
 from shardc.language.mesh import MICROBATCH
 from shardc.language.partition import parse_parts
 from shardc.language.sharding import TensorType, ceil_div, chunk_of, num_shards

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any
-
-from torch import fx
 
 from shardc.costs.count import (
-    call_seconds,
-    chunk_seconds,
-    collective_seconds,
     flops_of,
-    has_machine,
     nbytes,
     results_by_parameter,
 )
@@ -27,21 +20,19 @@ from shardc.costs.records import (
     CopyTime,
     MemoryEntry,
     OuterEntry,
-    RingEntry,
     TimeEntry,
     TrafficEntry,
     Way,
 )
-from shardc.costs.replay import bytes_in_ring, ledgers_of
-from shardc.costs.stage_record import StageRecord
+from shardc.costs.replay import ledgers_of
+from shardc.costs.stages.record import StageRecord, calls_of_step
 from shardc.costs.step_time import COMPUTING, COPYING, OPTIMIZER, OVER, Slice, axes_and_link, step_timeline
 from shardc.language.sharding import TensorType, ceil_div
 from shardc.language.text import bytes_text, seconds_text, table
 from shardc.ops.reduction import wide_dtype
 from shardc.ops.tier import TRANSFERS
 from shardc.options import Local
-from shardc.program.collective import GO_ROUND
-from shardc.program.communication import collective_at, is_collective, is_fetch, ring_of
+from shardc.program.communication import is_fetch
 from shardc.program.program import Program, parameters_of
 from shardc.program.provenance import Phase
 from shardc.program.stages import has_stages
@@ -86,7 +77,7 @@ def step_cost(program: Program) -> StepCost:
 def copies_of(program: Program) -> tuple[Copies, ...]:
     """What is copied in a step between the device and the tier below; in a pipeline by all stages, as is sent."""
     found = dict[tuple[Phase, Way], list[int]]()
-    for node, times in _times(program):
+    for node, times in calls_of_step(program):
         if node.target in TRANSFERS:
             phase: Phase = program.source(node).phase
             way: Way = "fetched" if is_fetch(node) else "offloaded"
@@ -94,84 +85,10 @@ def copies_of(program: Program) -> tuple[Copies, ...]:
     return tuple(Copies(*key, len(sizes), sum(sizes)) for key, sizes in found.items())
 
 
-def _times(program: Program) -> Iterator[tuple[fx.Node, int]]:
-    """Each call, with how often it runs in a step."""
-    if not has_stages(program):
-        yield from ((node, 1) for node in program.calls)
-        return
-    record = StageRecord(program)
-    for stage in record.stages.stages:
-        for part, calls in stage.parts.items():
-            yield from ((node, record.times(part)) for node in calls)
-
-
 def copies_text(copies: Sequence[Copies]) -> str:
     """A table; empty where nothing is copied."""
     rows = [(each.phase, each.way, each.count, bytes_text(each.bytes)) for each in copies]
     return table(("phase", "copies of a step", "count", "bytes"), rows) if rows else ""
-
-
-def rings_of(program: Program) -> tuple[RingEntry, ...]:
-    """The rings of a step, of attention and of products, once the program is lowered; in a pipeline of all stages."""
-    if program.level not in ("lowered", "localized"):
-        return ()
-    found = dict[tuple[Any, ...], list[RingEntry]]()
-    rings = [(node, times) for node, times in _times(program) if node.target in GO_ROUND and is_collective(node)]
-    waited = _waited_for(program) if rings else {}
-    for node, times in rings:
-        each = _ring_entry(program, node, times, waited)
-        found.setdefault((each.phase, each.of, each.axes, each.steps, each.busiest), []).append(each)
-    return tuple(map(_together, found.values()))
-
-
-def _waited_for(program: Program) -> Mapping[str, float]:
-    """For each collective, by name, the seconds for which its rank computes nothing until it ends."""
-    if has_stages(program) or not has_machine(program):
-        return {}
-    waited = step_timeline(program).waited(COMPUTING)
-    return {each.name: seconds for each, seconds in waited.items() if isinstance(each, Slice) and each.sent}
-
-
-def _ring_entry(program: Program, node: fx.Node, times: int, waited_for: Mapping[str, float]) -> RingEntry:
-    ring, sent = ring_of(node), collective_at(program, node)
-    entry = RingEntry(
-        program.source(node).phase, "products" if ring is None else "attention", sent.axes, times, sent.steps,
-        times * sent.wire_bytes, bytes_in_ring(program, node), rounded(ring.imbalance if ring else 1.0),
-    )  # fmt: skip
-    if not has_machine(program):
-        return entry
-    computing, sending = call_seconds(program, node), collective_seconds(program, sent)
-    waited = waited_for.get(node.name, 0.0)
-    if has_stages(program):
-        waited = max(0.0, sending - (computing - chunk_seconds(program, node)))
-    return replace(entry, computing=times * computing, sending=times * sending, waited=times * waited)
-
-
-def _together(rings: Sequence[RingEntry]) -> RingEntry:
-    sums: dict[str, Any] = {name: rounded(sum(getattr(each, name) for each in rings)) for name in _times_of(rings)}
-    sums |= {name: sum(getattr(each, name) for each in rings) for name in ("count", "wire_bytes")}
-    return replace(rings[0], held=max(each.held for each in rings), **sums)
-
-
-def _times_of(rings: Sequence[RingEntry]) -> list[str]:
-    return [name for name in RING_TIMES if rings and getattr(rings[0], name) is not None]
-
-
-RING_TIMES = {"computing": "computing", "sending": "sending", "waited": "waited for"}  # fields, each with its heading
-
-
-def rings_text(rings: Sequence[RingEntry]) -> str:
-    """A table; empty without rings."""
-    times = _times_of(rings)
-    rows = [
-        (
-            each.phase, each.of, ", ".join(each.axes), each.count, each.steps, bytes_text(each.wire_bytes),
-            bytes_text(each.held), f"{each.busiest:.2f}", *(seconds_text(getattr(each, name)) for name in times),
-        )
-        for each in rings
-    ]  # fmt: skip
-    header = ("phase", "rings of", "axes", "count", "steps", "wire bytes", "held", "busiest / mean")
-    return table((*header, *map(RING_TIMES.__getitem__, times)), rows) if rows else ""
 
 
 def outer_entry(program: Program) -> OuterEntry | None:

@@ -25,8 +25,8 @@ from shardc.costs.count import (
     update_seconds,
     work_of,
 )
-from shardc.costs.stage_lifetime import ways_after
-from shardc.costs.stage_record import StageRecord
+from shardc.costs.stages.lifetime import ways_after
+from shardc.costs.stages.record import StageRecord
 from shardc.language.machine import HierarchicalLink, Link
 from shardc.language.mesh import MICROBATCH
 from shardc.language.partition import parse_part

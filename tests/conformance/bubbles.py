@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc import Mesh
-from shardc.costs.stage_schedule import schedule_of
+from shardc.costs.stages.schedule import schedule_of
 from shardc.language.words import Part
 from shardc.options import Pipeline
 from shardc.runtime.comm.comm import Comm

@@ -12,9 +12,9 @@ from torch import Tensor, fx, nn
 import shardc
 from shardc import ShardingError
 from shardc.capture.capture import capture
-from shardc.costs.choose_stages import ChosenStages, SplitOptions, choose_stages
 from shardc.costs.count import flops_of
-from shardc.costs.stage_units import flow_of, forward_calls, units_of
+from shardc.costs.stages.choose import ChosenStages, SplitOptions, choose_stages
+from shardc.costs.stages.units import flow_of, forward_calls, units_of
 from shardc.program.program import Program
 
 pytestmark = pytest.mark.xdist_group("choose_stages")  # who shares what is made once

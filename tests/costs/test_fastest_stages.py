@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc import Mesh, Pipeline
-from shardc.costs.stage_record import StageRecord
+from shardc.costs.stages.record import StageRecord
 
 LAYERS = 8
 

@@ -16,8 +16,9 @@ from shardc import Mesh, P, Pipeline, ShardingError, Zero
 from shardc.api import Compiled
 from shardc.cli.main import main
 from shardc.costs.count import call_seconds, collective_seconds, on_machine, update_seconds
-from shardc.costs.stage_record import StageRecord
-from shardc.costs.step import StepRecord, rings_of, rings_text
+from shardc.costs.rings import rings_of, rings_text
+from shardc.costs.stages.record import StageRecord
+from shardc.costs.step import StepRecord
 from shardc.costs.step_time import COMPUTING, OPTIMIZER, Slice, step_timeline
 from shardc.language.errors import OptionError
 from shardc.language.machine import LINKS, Device, HierarchicalLink, Link, Machine, machine_of, num_steps

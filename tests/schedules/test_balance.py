@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from shardc import ShardingError, balance
-from shardc.costs.choose_stages import SplitOptions, side_by_side, split_units
-from shardc.costs.stage_units import StageLoads
+from shardc.costs.stages.choose import SplitOptions, side_by_side, split_units
+from shardc.costs.stages.units import StageLoads
 from shardc.schedules.balance import RankLoads, Split, balance_ranks
 
 CASES = {

@@ -45,6 +45,11 @@ class Attending(nn.Module):
         )
 
 
+def attending() -> tuple[nn.Module, tuple[()], dict[str, Tensor]]:
+    """A target for commands."""
+    return Attending().double(), (), draw(8)
+
+
 def draw(queries: int, keys: int | None = None, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     """Inputs of so many positions."""
     generator = torch.Generator().manual_seed(queries)

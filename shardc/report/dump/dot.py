@@ -9,7 +9,7 @@ from itertools import count, takewhile
 
 from torch import fx
 
-from shardc.costs.stage_record import StageRecord
+from shardc.costs.stages.record import StageRecord
 from shardc.language.errors import OptionError
 from shardc.language.text import bytes_text
 from shardc.program.collective import COLLECTIVES

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import fx
 
-from shardc.costs.choose_stages import ChosenStages
 from shardc.costs.count import flops_of, has_machine
 from shardc.costs.memory import memory_of
 from shardc.costs.records import BalanceEntry, CutStage, CutStages, ReceivedValue, SharedParameter
-from shardc.costs.stage_record import StageRecord
-from shardc.costs.step import StepRecord, copies_of, copies_text, rank_flops, rings_of, rings_text
+from shardc.costs.rings import rings_of, rings_text
+from shardc.costs.stages.choose import ChosenStages
+from shardc.costs.stages.record import StageRecord
+from shardc.costs.step import StepRecord, copies_of, copies_text, rank_flops
 from shardc.language.errors import OptionError, did_you_mean
 from shardc.language.record import json_text
 from shardc.language.text import bytes_text, count_text, operations_text, table

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from shardc.costs.count import has_machine, nbytes
 from shardc.costs.memory import memory_curve, memory_on
 from shardc.costs.replay import ledgers_of
-from shardc.costs.stage_record import StageRecord
+from shardc.costs.stages.record import StageRecord
 from shardc.costs.step_time import COMPUTING, Slice, axes_and_link, step_timeline
 from shardc.language.errors import OptionError
 from shardc.language.record import json_of

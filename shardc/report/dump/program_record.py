@@ -12,8 +12,9 @@ from torch import fx
 from shardc.costs.count import flops_of, has_machine
 from shardc.costs.memory import memory_of
 from shardc.costs.records import Copies, FlopsEntry, MemoryEntry, RunEntry
-from shardc.costs.stage_record import StageRecord
-from shardc.costs.step import StepRecord, copies_of, rings_of
+from shardc.costs.rings import rings_of
+from shardc.costs.stages.record import StageRecord
+from shardc.costs.step import StepRecord, copies_of
 from shardc.language.sharding import dtype_name
 from shardc.program.program import Program
 from shardc.program.stages import has_stages

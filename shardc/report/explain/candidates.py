@@ -13,8 +13,8 @@ from typing import cast
 
 from torch import fx
 
-from shardc.costs.stage_record import StageRecord
-from shardc.costs.stage_units import prefixes
+from shardc.costs.stages.record import StageRecord
+from shardc.costs.stages.units import prefixes
 from shardc.language.mesh import Mesh, axis_of
 from shardc.language.partition import Blocks, Entry, P
 from shardc.options import BALANCES, Zero

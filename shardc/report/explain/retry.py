@@ -25,8 +25,8 @@ from shardc.compiler import (
 )
 from shardc.costs.count import flops_of
 from shardc.costs.memory import memory_of
-from shardc.costs.stage_record import StageRecord
-from shardc.costs.stage_schedule import schedule_of
+from shardc.costs.stages.record import StageRecord
+from shardc.costs.stages.schedule import schedule_of
 from shardc.language.errors import CaptureError, ShardingError
 from shardc.language.mesh import Mesh
 from shardc.language.partition import P

@@ -7,8 +7,8 @@ from fnmatch import fnmatchcase
 
 from torch import fx
 
-from shardc.costs.stage_record import StageRecord
-from shardc.costs.stage_units import prefixes
+from shardc.costs.stages.record import StageRecord
+from shardc.costs.stages.units import prefixes
 from shardc.options import Pipeline
 from shardc.program.collective import Collective
 from shardc.program.node import descendants, operands

@@ -19,8 +19,8 @@ from shardc.costs.records import (
     SymbolicCost,
     TrafficExpression,
 )
-from shardc.costs.stage_record import StageRecord
-from shardc.costs.stage_schedule import schedule_of
+from shardc.costs.stages.record import StageRecord
+from shardc.costs.stages.schedule import schedule_of
 from shardc.costs.step import StepCost, step_cost
 from shardc.language.errors import ShardingError
 from shardc.language.machine import WHOLE_PAYLOAD

@@ -11,7 +11,7 @@ from torch import nn
 from shardc.compiler import Compiled, Request, compile_request
 from shardc.costs.count import call_seconds
 from shardc.costs.memory import memory_of
-from shardc.costs.stage_record import StageRecord
+from shardc.costs.stages.record import StageRecord
 from shardc.costs.step import StepRecord, copies_of, rank_flops
 from shardc.costs.step_time import COMPUTING, step_timeline
 from shardc.options import OVERLAPS

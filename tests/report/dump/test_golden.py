@@ -18,7 +18,7 @@ from shardc import Mesh, P, Pipeline, Zero, compile
 from shardc.cli.main import main
 from shardc.costs.count import flops_of
 from shardc.costs.memory import memory_of
-from shardc.costs.stage_record import StageRecord
+from shardc.costs.stages.record import StageRecord
 from shardc.language.record import json_of, json_text
 from shardc.program.traffic import collectives_of
 

@@ -98,8 +98,11 @@ def costs(plans: dict[str, Compiled], capsys: pytest.CaptureFixture[str]) -> lis
     for further in ([], ["--symbolic"]):
         assert main(["cost", "targets:mlp", *offloading, *further]) == 0
         records.append(json.loads(capsys.readouterr().out))
-    assert main(["cost", "targets:mlp", "--mesh", "dp=2,tp=2", "--local", "dp=4", "--format", "json"]) == 0
-    return [*records, json.loads(capsys.readouterr().out)]
+    ring = ["--mesh", "cp=2", "--annotate", "x=-,cp", "--attention", "ring", "--links", "pcie"]
+    for arguments in (["targets:mlp", "--mesh", "dp=2,tp=2", "--local", "dp=4"], ["attending:attending", *ring]):
+        assert main(["cost", *arguments, "--format", "json"]) == 0
+        records.append(json.loads(capsys.readouterr().out))
+    return records
 
 
 RECORDS: dict[str, Callable[[dict[str, Compiled], pytest.CaptureFixture[str]], list[Any]]] = {

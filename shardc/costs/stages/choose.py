@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 
 from torch import fx
 
-from shardc.costs.stage_units import Flow, StageLoads, flow_of, mask_of, prefixes, units_of
+from shardc.costs.stages.units import Flow, StageLoads, flow_of, mask_of, prefixes, units_of
 from shardc.language.errors import OptionError, did_you_mean
 from shardc.options import BALANCES, Balance, Pipeline
 from shardc.program.node import is_getitem

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,12 +10,12 @@ from torch import fx
 
 from shardc.costs.count import flops_of_call, nbytes
 from shardc.costs.records import RunEntry, ScheduleEntry, SentEntry, SentValue, StageEntry
-from shardc.costs.stage_schedule import schedule_of, stage_costs
-from shardc.costs.stage_units import prefixes
+from shardc.costs.stages.schedule import schedule_of, stage_costs
+from shardc.costs.stages.units import prefixes
 from shardc.language.text import bytes_text, count_text, table
 from shardc.language.words import Part
 from shardc.program.program import Program, parameters_of
-from shardc.program.stages import TIMED, Crossing, Stage, Stages, stages_of
+from shardc.program.stages import TIMED, Crossing, Stage, Stages, has_stages, stages_of
 from shardc.program.text import value_names
 from shardc.schedules.schedule import Schedule, to_csv
 from shardc.schedules.simulate import simulate
@@ -165,3 +165,14 @@ def _largest(paths: Sequence[str], others: Sequence[set[str]]) -> str:
     """The shortest prefix of a path that no other stage has."""
     above = prefixes(paths[0]) if paths else []
     return next((each for each in above if not any(each in other for other in others)), paths[0] if paths else "")
+
+
+def calls_of_step(program: Program) -> Iterator[tuple[fx.Node, int]]:
+    """Each call, with how often it runs in a step."""
+    if not has_stages(program):
+        yield from ((node, 1) for node in program.calls)
+        return
+    record = StageRecord(program)
+    for stage in record.stages.stages:
+        for part, calls in stage.parts.items():
+            yield from ((node, record.times(part)) for node in calls)

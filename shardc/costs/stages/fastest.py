@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from shardc.costs.choose_stages import WORTH, ChosenStages, SplitOptions, choose_stages
-from shardc.costs.stage_schedule import stage_costs, stage_edges
-from shardc.costs.stage_units import Flow, flow_of, items_of
+from shardc.costs.stages.choose import WORTH, ChosenStages, SplitOptions, choose_stages
+from shardc.costs.stages.schedule import stage_costs, stage_edges
+from shardc.costs.stages.units import Flow, flow_of, items_of
 from shardc.options import Pipeline
 from shardc.program.program import Program
 from shardc.program.stages import stages_of
