@@ -46,7 +46,7 @@ POLICY = (
 STYLES = ("theme.css", "frame.css", "parts.css", "screen.css")
 SCRIPTS = (  # in the order in which the browser reads them, all in one scope
     "element.js", "format.js", "index.js", "layout.js", "overview.js", "look.js", "step.js", "tree.js", "table.js",
-    "schedule.js", "time.js", "inspector.js", "details.js", "search.js", "start.js",
+    "schedule.js", "time.js", "rings.js", "inspector.js", "details.js", "search.js", "start.js",
 )  # fmt: skip
 UNSAFE = {ord(letter): f"\\u{ord(letter):04x}" for letter in "<>&\u2028\u2029"}  # these could end the script element
 

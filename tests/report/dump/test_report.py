@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from attending import Attending, draw
 from targets import mlp
 from torch import Tensor, nn
 
@@ -17,6 +18,7 @@ from shardc.api import Compiled
 from shardc.cli.main import main
 from shardc.cli.targets.target import TargetOptions, load_target
 from shardc.costs.memory import memory_curve, memory_of
+from shardc.costs.rings import rings_of
 from shardc.report.dump.dump import dump
 from shardc.report.dump.html import report_record
 from shardc.report.explain.explain import Explainer
@@ -230,6 +232,20 @@ def test_the_report_draws_the_predicted_step_of_a_known_machine(browser: Any, tm
 
 
 # Names.
+
+
+@pytest.mark.parametrize("links", [(), "pcie"], ids=["no machine", "a machine"])
+def test_the_report_shows_rings_with_what_they_send_hold_and_wait_for(links: Any, browser: Any, tmp_path: Path) -> None:
+    options = {"links": links} if links else {}
+    program = shardc.compile(
+        Attending(), Mesh(cp=4), {"x": P(None, "cp")}, kwargs=draw(16, dtype=torch.float32), attention="ring", **options
+    )
+    browser.open(written(program, tmp_path))
+    cells = browser.run("return [...document.querySelectorAll('#rings-table tbody td')].map(td => td.innerText)")
+    rings = rings_of(program.program)
+    assert len(cells) == len(rings) * (11 if links else 8)
+    for name in ("steps", "wire_bytes", "held"):
+        assert {f"{getattr(each, name):,}" for each in rings} <= set(cells), name
 
 
 @torch.library.custom_op("tests::whole", mutates_args=())

@@ -6,6 +6,7 @@ function start() {
     step(),
     report.timeline ? schedule() : null,
     report.lanes ? predictedTime() : null,
+    data.rings ? ringsSection() : null,
     tree(),
     collectivesSection(),
     parametersSection(),
