@@ -43,6 +43,7 @@ from ..reshard.lower_reshards import lower_reshards
 from .along import Along, Results, Windowed
 from .attention import ATTENTION, learned_masks, with_own_kernels, without_effect
 from .convolution import CONVOLUTIONS
+from .group_heads import group_heads, repeat_heads, repeating
 from .index import INDEXING, lookup_moves
 from .pool import POOLS, RESAMPLINGS
 from .reductions import NORMALIZATIONS, REDUCTIONS, SOFTMAXES
@@ -55,8 +56,21 @@ aten = torch.ops.aten
 
 def decompose(program: Program) -> Program:
     """The program with ops taken apart where that moves fewer bytes."""
-    apart = cheapest_ends(_with_own_kernels(program), _decomposed)
+    apart = cheapest_ends(_with_own_kernels(_with_grouped_heads(program)), _decomposed)
+    if (repeated := repeat_heads(apart)) is not apart:
+        apart = propagate(cut_blocks(repeated))
     return replace(apart, notes=(*apart.notes, *without_effect(apart, program)))
+
+
+def _with_grouped_heads(program: Program) -> Program:
+    """Attention whose positions arrive cut with as many heads of keys as there are, where the model repeats them."""
+    names = {node.name for node in repeating(program) if _is_in_chunks(program, node)}
+    if not names or program.options.attention == ULYSSES:
+        return program
+    program = program.copy(level="canonical")
+    group_heads(program, [node for node in program.calls if node.name in names])
+    program.remove_dead()
+    return propagate(cut_blocks(program))
 
 
 def _with_own_kernels(program: Program) -> Program:

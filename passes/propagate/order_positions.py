@@ -41,6 +41,7 @@ from shardc.program.program import Pin, Program, Value
 
 from ..decompose.along import Along
 from ..decompose.attention import as_ring, learned_masks, with_own_kernels
+from ..decompose.group_heads import group_heads, repeating
 from ..emitter import Emitter
 
 aten = torch.ops.aten
@@ -52,6 +53,7 @@ def order_positions(program: Program) -> Program:
     if not is_asked and not any(_spec(node).zigzags for node in program.calls if is_annotation(node)):
         return program
     program = program.edited()
+    group_heads(program, repeating(program))
     order = _Order(with_own_kernels(program, learned_masks(program)))
     for node in list(program.calls):
         with program.graph.inserting_before(node):

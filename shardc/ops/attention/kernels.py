@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from shardc.ops.attention.layout import EFFICIENT, EFFICIENT_BACKWARD, dense, positions_first, with_long_rows
+from shardc.ops.reduction import wide_dtype
 
 from .products import Products, Scores
 
@@ -77,9 +78,10 @@ class _Flash:
 
 
 class _Efficient:
-    """Its logsumexp has a multiple of 32 queries."""
+    """It takes as many heads of keys as of queries. Its logsumexp has a multiple of 32 queries."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        k, v = (self._repeated(x, q.shape[1]) for x in (k, v))
         tensors, bias = map(dense, (q, k, v)), self._bias(q, k, scores.mask)
         out, lse, *_ = EFFICIENT(*tensors, bias, True, 0.0, scores.is_causal, scale=scores.scale)
         return out, lse[:, :, : q.shape[2]]
@@ -87,13 +89,22 @@ class _Efficient:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
+        groups = k.shape[1]
+        k, v = (self._repeated(x, q.shape[1]) for x in (k, v))
         tensors, bias, seed = map(dense, (grad, q, k, v)), self._bias(q, k, scores.mask), _seed(q)
         lse = pad(lse, [0, -lse.shape[2] % 32], value=torch.inf)
         dq, dk, dv, _ = EFFICIENT_BACKWARD(
             *tensors, bias, positions_first(out), lse, seed, seed, 0.0, [True, True, True, False],
             scores.is_causal, scale=scores.scale,
         )  # fmt: skip
-        return dq, dk, dv
+        return dq, self._summed(dk, groups), self._summed(dv, groups)
+
+    def _repeated(self, x: Tensor, heads: int) -> Tensor:
+        return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+    def _summed(self, x: Tensor, groups: int) -> Tensor:
+        """The gradient of what was repeated, summed in float32 at least."""
+        return x if x.shape[1] == groups else x.unflatten(1, (groups, -1)).sum(2, dtype=wide_dtype(x.dtype))
 
     def _bias(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor | None:
         if mask is None:
