@@ -146,7 +146,7 @@ def permute(x: Tensor, group: Group, source: int, target: int) -> Finish:
 
 def rotate(xs: Sequence[Tensor], group: Group, by: int) -> Callable[[], list[Tensor]]:
     """The tensors of the rank ``by`` indices before, of the same shapes; this rank's go as far."""
-    flat = torch.cat([x.flatten() for x in xs]) if len(xs) > 1 else xs[0].flatten()
+    flat = in_one(xs)
     finish = permute(flat, group, (group.index - by) % group.size, (group.index + by) % group.size)
 
     def received() -> list[Tensor]:
@@ -154,6 +154,22 @@ def rotate(xs: Sequence[Tensor], group: Group, by: int) -> Callable[[], list[Ten
         return [piece.view(x.shape) for piece, x in zip(pieces, xs, strict=True)]
 
     return received
+
+
+def in_one(xs: Sequence[Tensor]) -> Tensor:
+    """Tensors one after the other in one of one dim: a view where they lie so in memory, as those that arrived do."""
+    first, at = xs[0], xs[0].storage_offset()
+    if len(xs) == 1:
+        return first.flatten()
+    if not _is_functional(first):
+        for x in xs:
+            is_next = x.is_contiguous() and x.storage_offset() == at and x.dtype == first.dtype
+            if not is_next or x.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+                break
+            at += x.numel()
+        else:
+            return first.as_strided([at - first.storage_offset()], [1])
+    return torch.cat([x.flatten() for x in xs])
 
 
 def exchange(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardc.language.partition import parse_parts
 from shardc.language.sharding import num_shards
-from shardc.ops.attention.joining import Gradients, Joined
+from shardc.ops.attention.joining import Gradients, Joined, beside_one_another
 from shardc.ops.attention.ring import POSITIONS, Hop, Ring
 from shardc.ops.contraction import BoundDot, dot, gathered_dims, gathered_shapes, scattered_dims
 from shardc.ops.reduction import wide_dtype
@@ -68,7 +68,10 @@ def ring_attention_backward(
     for hop, following in zip_longest(hops, hops[1:]):
         arriving = _send_on(comm, axes, chunks, met, hop, following)
         meetings = zip(gradients, indices, met, strict=True)
-        parts: list[Row] = [own.meet(ring.source(index, hop), k, v, hop.rows) for own, index, (k, v) in meetings]
+        parts: list[Row] = [
+            own.meet(ring.source(index, hop), k, v, hop.rows, is_sent=hop.distance > 0)
+            for own, index, (k, v) in meetings
+        ]
         if travelling is not None and hop.is_first:
             of_own = _added(of_own, hops[0].rows, travelling(), seen)
         elif travelling is not None:
@@ -77,7 +80,7 @@ def ring_attention_backward(
             of_own = parts
         else:
             is_last, seen = following is None or following.is_first, hop.seen
-            on = [_like(*each) for each in zip(parts, met, strict=True)]
+            on = [_sent_as(*each) for each in zip(parts, met, strict=True)]
             travelling = comm.rotate(on, axes, -hop.distance if is_last else hop.way)
         met = arriving()
     sums = of_own if travelling is None else _added(of_own, hops[0].rows, travelling(), seen)
@@ -115,6 +118,17 @@ def _added(one: Rows, rows: range, other: Rows, of_other: range) -> list[Row]:
 def _like(row: Sequence[Tensor], others: Sequence[Tensor]) -> Row:
     """The tensors in the dtypes of others."""
     return tuple(each.to(other.dtype) for each, other in zip(row, others, strict=True))
+
+
+def _sent_as(row: Sequence[Tensor], others: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The tensors in the dtype of others, one after the other in memory."""
+    dtype = others[0].dtype
+    if row[0].dtype == dtype:
+        return row
+    narrow = beside_one_another(row, dtype)
+    for to, each in zip(narrow, row, strict=True):
+        to.copy_(each)
+    return narrow
 
 
 # Products.

@@ -67,9 +67,15 @@ class Gradients:
         self.ring, self.index, self.rows, self.leaves = ring, index, (grad, q, out, lse), ring.prepared(leaves)
         self.of_queries, self.of_mask = q.new_zeros(q.shape, dtype=wide_dtype(q.dtype)), ring.zeros_of_mask(q)
 
-    def meet(self, source: int | None, k: Tensor, v: Tensor, rows: range | None = None) -> tuple[Tensor, Tensor]:
-        """What the queries add to the gradients of these keys and values, which are as in ``Joined.meet``."""
-        dk, dv = (x.new_zeros(x.shape, dtype=wide_dtype(x.dtype)) for x in (k, v))
+    def meet(
+        self, source: int | None, k: Tensor, v: Tensor, rows: range | None = None, is_sent: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """What the queries add to the gradients of these keys and values, which are as in ``Joined.meet``.
+
+        ``is_sent``: to other ranks, for which they are one after the other in memory.
+        """
+        dtype = wide_dtype(k.dtype)
+        dk, dv = beside_one_another((k, v), dtype) if is_sent else (x.new_zeros(x.shape, dtype=dtype) for x in (k, v))
         for tile in self.ring.tiles(self.index, source, rows, self.of_queries.is_cuda):
             grad, q, out, lse = (x[:, :, tile.rows] for x in self.rows)
             scores = self.ring.scores(tile, self.leaves, self.of_mask)
@@ -85,3 +91,9 @@ class Gradients:
         """The gradients of queries, keys and values, and of the mask where it is asked for, in their dtypes."""
         of_mask = () if self.of_mask is None else (self.of_mask.to(q.dtype),)
         return self.of_queries.to(q.dtype), *of_keys, *of_mask
+
+
+def beside_one_another(xs: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Zeros of the shapes of tensors, one after the other in memory, so that they are sent together as they are."""
+    pieces = xs[0].new_zeros(sum(x.numel() for x in xs), dtype=dtype).split([x.numel() for x in xs])
+    return [piece.view(x.shape) for piece, x in zip(pieces, xs, strict=True)]

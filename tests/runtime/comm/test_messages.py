@@ -103,3 +103,27 @@ def run_into_turned():
 
 def test_pieces_joined_along_another_dim_land_in_the_given_memory(gloo):
     assert all(gloo.run(run_into_turned))
+
+
+def run_rotate():
+    """What arrives, by the backend's collective, of tensors apart; then of those that arrived, which are not copied."""
+    group = next(group for group in groups() if group.size == 4)
+    apart = [torch.full(shape, float(group.index)) for shape in ((2, 3), (4,))]
+    met = process_group.rotate(apart, group, 1)()
+    with mock.patch.object(torch, "cat", side_effect=AssertionError("what arrived is copied")):
+        again = process_group.rotate(met, group, 1)()
+    return group.index, [[x.unique().item() for x in row] for row in (met, again)], [x.shape for x in again]
+
+
+def test_what_arrived_together_is_sent_on_without_a_copy(gloo):
+    for index, found, shapes in gloo.run(run_rotate):
+        assert found == [[(index - 1) % 4] * 2, [(index - 2) % 4] * 2]
+        assert shapes == [(2, 3), (4,)]
+
+
+def test_tensors_that_do_not_follow_one_another_in_memory_are_copied():
+    x = torch.arange(12.0)
+    for row in ((x[:4], x[8:]), (x[4:8], x[:4]), (x.view(3, 4)[:, :2], x[8:]), (x[:4], torch.ones(2))):
+        assert torch.equal(process_group.in_one(row), torch.cat([each.flatten() for each in row]))
+    together = process_group.in_one((x[2:8].view(2, 3), x[8:]))
+    assert torch.equal(together, x[2:]) and together.data_ptr() == x[2:].data_ptr()
