@@ -18,6 +18,7 @@ from shardc.program.program import Value
 class Block:
     """Memory that some values share, allocated for ``value``; alive as long as it has holders.
 
+    ``value``: a node and the number of its result, or ``WORKSPACE`` for what its call holds besides while it runs.
     ``kind``: a class of bytes, see ``memory_curve``. ``below``: its bytes in the tier below the device's memory.
     """
 
@@ -28,6 +29,7 @@ class Block:
     below: int = 0
 
 
+WORKSPACE = -1
 Blocks = tuple[Block, ...]
 Env = dict[fx.Node, Blocks]  # the blocks of each node's results
 

@@ -9,14 +9,14 @@ that these hold, inputs included.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
 from torch import fx
 
 from shardc.costs.count import nbytes
-from shardc.costs.ledger import Block, Blocks, Env, Ledger
+from shardc.costs.ledger import WORKSPACE, Block, Blocks, Env, Ledger
 from shardc.costs.stages.lifetime import (
     ResidentStages,
     kept_after,
@@ -28,7 +28,7 @@ from shardc.costs.stages.lifetime import (
 from shardc.costs.stages.schedule import PART_OF_PHASE, schedule_of
 from shardc.language.mesh import MICROBATCH
 from shardc.language.partition import parse_parts
-from shardc.language.sharding import TensorType, ceil_div, chunk_of, num_shards
+from shardc.language.sharding import ceil_div, chunk_of, num_shards
 from shardc.language.words import PARTS, Part
 from shardc.ops.attention.kernels import TILED_FAMILY
 from shardc.ops.attention.products import tiled_workspace
@@ -151,7 +151,8 @@ class _Replay:
                 self.ledger.hold(leaving[-1])
             blocks = find(env, base, operand(node)) if node in unchanged else self._results(env, base, node)
             self.ledger.put(env, node, blocks)
-            work = self._workspace(node)
+            held = workspace(self.program, node)
+            work = (Block((node, WORKSPACE), held, "working"),) if held else ()
             self.ledger.hold(work)
             self.ledger.end_call(node)
             self.ledger.drop(work)
@@ -170,34 +171,31 @@ class _Replay:
             results.append(self.new((node, i)) if source is None else find(env, base, source)[0])
         return tuple(results)
 
-    def _workspace(self, node: fx.Node) -> Blocks:
-        """What a call holds besides operands and results while it runs: keys and values that come round, and scores."""
-        ring, tiled = ring_of(node), (TILED, TILED_BACKWARD, TILED_MASK_BACKWARD)
-        nbytes = bytes_in_ring(self.program, node)
-        is_backward = node.target in (ring_attention_backward, *tiled[1:])
-        read = [each for each in node.args if isinstance(each, fx.Node)]
-        if ring is not None and ring.mask is not None:
-            before = 6 if is_backward else 3  # q, k, v; in backward the gradient, the result and its logsumexp too
-            leaves = read[before : before + len(ring.mask.leaves)]
-            nbytes += tile_workspace(ring, self._types(leaves))
-        if node.target in tiled or (ring is not None and ring.family == TILED_FAMILY):
-            q, k = self._types(read[is_backward:][:2])
-            given = {} if ring is not None else arguments(node)
-            dropout, text = (ring.dropout, ring.score_text) if ring else (given["dropout_p"], given["score_mod"])
-            nbytes += tiled_workspace(q, k, TILE, dropout, text, is_backward=is_backward)
-        has_mask = node.target is TILED_MASK_BACKWARD or (ring is not None and ring.of_mask)
-        if has_mask and (of_mask := self.program.local_type(node, 3)):
-            nbytes = mask_workspace(of_mask, nbytes)
-        return (Block((node, -1), nbytes, "working"),) if nbytes else ()
-
-    def _types(self, nodes: Iterable[fx.Node]) -> list[TensorType]:
-        """The types of values on one rank."""
-        return [type_ for each in nodes if (type_ := self.program.local_type(each)) is not None]
-
     def new(self, value: Value, of: Value | None = None) -> Block:
         """A block for a value, of its class or of that ``of`` another value; without bytes for one in the tier."""
         size, is_below = nbytes(self.program.local_type(*value)), value[0] in self.below
         return Block(value, 0 if is_below else size, self.kinds.get(of or value, "working"), below=size * is_below)
+
+
+def workspace(program: Program, node: fx.Node) -> int:
+    """Bytes that a call holds besides operands and results while it runs: what comes round, and scores."""
+    ring, tiled = ring_of(node), (TILED, TILED_BACKWARD, TILED_MASK_BACKWARD)
+    nbytes = bytes_in_ring(program, node)
+    is_backward = node.target in (ring_attention_backward, *tiled[1:])
+    types = [program.local_type(each) for each in node.args if isinstance(each, fx.Node)]
+    if ring is not None and ring.mask is not None:
+        before = 6 if is_backward else 3  # q, k, v; in backward the gradient, the result and its logsumexp too
+        nbytes += tile_workspace(ring, list(filter(None, types[before : before + len(ring.mask.leaves)])))
+    if node.target in tiled or (ring is not None and ring.family == TILED_FAMILY):
+        q, k = types[is_backward:][:2]
+        assert q is not None and k is not None
+        given = {} if ring is not None else arguments(node)
+        dropout, text = (ring.dropout, ring.score_text) if ring else (given["dropout_p"], given["score_mod"])
+        nbytes += tiled_workspace(q, k, TILE, dropout, text, is_backward=is_backward)
+    has_mask = node.target is TILED_MASK_BACKWARD or (ring is not None and ring.of_mask)
+    if has_mask and (of_mask := program.local_type(node, 3)):
+        nbytes = mask_workspace(of_mask, nbytes)
+    return nbytes
 
 
 def bytes_in_ring(program: Program, node: fx.Node) -> int:

@@ -113,6 +113,15 @@ def plain(number: Any) -> Any:
     return int(number) if isinstance(number, Size) else number
 
 
+def at_most(most: int, number: Any) -> Any:
+    """The number, or ``most`` where it is more; of an expression in sympy the expression of that."""
+    if not hasattr(number, "free_symbols"):
+        return min(most, number)
+    import sympy
+
+    return sympy.Min(most, number)
+
+
 def common_divisor(one: int, other: int) -> int:
     """The greatest common divisor; of a Size the greatest that it has whatever the sizes are."""
     if not isinstance(one, Symbolic) and not isinstance(other, Symbolic):

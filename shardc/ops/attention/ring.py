@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardc.language.partition import ZIGZAG
 from shardc.language.sharding import TensorType, ceil_div
-from shardc.language.size import plain
+from shardc.language.size import at_most, plain
 from shardc.ops.random import stream
 from shardc.ops.reduction import wide_dtype
 from shardc.ops.zigzag import in_zigzag
@@ -377,7 +377,7 @@ def ring_workspace(ring: Ring, keys: TensorType, values: TensorType, *, is_backw
     The rows that are met and the next ones, on their way, with a copy of what is sent where that is a part of a chunk.
     In backward the gradients of its own chunk, those of a step, and those that are sent and received.
     """
-    chunk, foreign = keys.nbytes + values.nbytes, min(2, ring.steps)
+    chunk, foreign = keys.nbytes + values.nbytes, at_most(2, ring.steps)
     if ring.sent:
         chunk, foreign = chunk // max(1, keys.shape[POSITIONS]), _rows_held(ring)
     if not is_backward:

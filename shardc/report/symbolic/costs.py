@@ -13,9 +13,9 @@ from typing import Any
 from torch import fx
 
 from shardc.costs.count import flops_of, flops_of_call, nbytes
-from shardc.costs.ledger import Block
+from shardc.costs.ledger import WORKSPACE, Block
 from shardc.costs.memory import memory_by_rank, memory_on
-from shardc.costs.replay import ledgers_of
+from shardc.costs.replay import ledgers_of, workspace
 from shardc.costs.step import StepCost
 from shardc.program.communication import members, results
 from shardc.program.program import Program, Value
@@ -72,7 +72,8 @@ def _memory(program: Program, lowered: Program, final: Program) -> dict[str, Any
         for block in (each for each in blocks if each.nbytes or not each.below):
             value = value_of(*block.value)
             assert value is not None, block
-            times[nbytes(program.local_type(*value))] += 1
+            held = _workspace(program, value[0], block) if value[1] == WORKSPACE else nbytes(program.local_type(*value))
+            times[held] += 1
         return sum(expression * n for expression, n in times.items())
 
     every = (node for node in final.graph.nodes if node.op != "output")
@@ -80,6 +81,14 @@ def _memory(program: Program, lowered: Program, final: Program) -> dict[str, Any
         final = lowered  # a value of the final program is padded or cut short, where cuts are uneven
     ledger = max(ledgers_of(final), key=lambda each: memory_on(final, each)["peak"])
     return memory_on(program, ledger, count)
+
+
+def _workspace(program: Program, node: fx.Node, block: Block) -> Any:
+    """What a call holds while it runs, as an expression; as at this point where sizes of tiles are compared."""
+    try:
+        return workspace(program, node)
+    except TypeError:  # sympy's for a comparison of expressions
+        return block.nbytes
 
 
 def fullest(program: Program) -> int:

@@ -40,10 +40,19 @@ class SymbolicProgram:
 
     @property
     def moving_axes(self) -> list[str]:
-        """The axes that may have other sizes: those of more than one rank, except a pipeline's."""
+        """The axes that may have other sizes: those of more than one rank, but for a pipeline's and those in parts."""
         pipeline = self.reference.options.pipeline
-        fixed = pipeline.axis if pipeline else None
-        return [name for name in self.axes if name != fixed and self.point[name] > 1]
+        fixed = {pipeline.axis if pipeline else None, *self._axes_in_parts}
+        return [name for name in self.axes if name not in fixed and self.point[name] > 1]
+
+    @cached_property
+    def _axes_in_parts(self) -> set[str]:
+        """The axes of which a part cuts some value, as where some of its ranks share heads: other sizes have others."""
+        mesh, nodes = self.reference.mesh, self.reference.graph.nodes
+        assert mesh is not None
+        shardings = {each for node in nodes if node.op != "output" for each in self.reference.shardings(node) if each}
+        parts = {part for each in shardings for dim in each.dims for part in dim.all_axes}
+        return {part.name for part in parts if part.size != mesh.axis_size(part.name)}
 
     def at(self, point: Point) -> Program:
         """The program at other sizes."""
@@ -104,7 +113,7 @@ class SymbolicProgram:
         """The program's mesh with other sizes, which may be symbols; of a pipeline the mesh of one stage."""
         old, mesh = self.reference.mesh, Mesh.__new__(Mesh)
         assert old is not None
-        fixed = {MICROBATCH, old.stage_axis}
+        fixed = {MICROBATCH, old.stage_axis, *self._axes_in_parts}
         mesh.axis_names, mesh.device_ids, mesh.stage_axis = old.axis_names, None, old.stage_axis
         mesh.shape = tuple(size if name in fixed else sizes[name] for name, size in old.sizes.items())
         return mesh

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from attending import WIDTH, Attending
 from gpt import DATA, GPT, MEGATRON, Config
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -80,6 +81,21 @@ def gpt(point: Point) -> shardc.Compiled:
     return shardc.compile(model, Mesh(dp=point["dp"], tp=point["tp"]), DATA | MEGATRON, args=(ids, ids))
 
 
+def ring(point: Point) -> shardc.Compiled:
+    with torch.device("meta"):
+        model, x = Attending(), torch.empty(point["B"], point["T"], WIDTH)
+    cut = {"x": P("dp", "cp")}
+    return shardc.compile(model, Mesh(dp=point["dp"], cp=point["cp"]), cut, args=(x,), attention="ring")
+
+
+def shared_heads(point: Point) -> shardc.Compiled:
+    """Positions over eight ranks, of which groups of four share heads."""
+    with torch.device("meta"):
+        model, x = Attending(), torch.empty(point["B"], point["T"], WIDTH)
+    mesh, cut = Mesh(dp=point["dp"], cp=point["cp"]), {"x": P("dp", "cp")}
+    return shardc.compile(model, mesh, cut, args=(x,), attention="ulysses")
+
+
 pytestmark = pytest.mark.xdist_group("symbols")  # who shares what is made once
 CONTEXT = 8192
 ROWS = {"x": P("dp"), "*.2.weight": P(None, "tp")}
@@ -90,6 +106,8 @@ CASES = {
     "each alone, states in pieces": (tower(ROWS, zero=Zero("dp", 1), bucket=1), TOWER, 12),
     "gpt": (gpt, {"dp": 2, "tp": 2, "L": 2, "B": 8, "T": 24, "d": 32}, 2),
     "edges of images": (images, {"dp": 2, "tp": 2, "B": 4, "H": 32, "d": 6}, 5),
+    "shared heads": (shared_heads, {"dp": 2, "cp": 8, "B": 4, "T": 48}, 3),
+    "a ring": (ring, {"dp": 2, "cp": 4, "B": 4, "T": 48}, 3),
     "a pipeline": (staged, {"dp": 2, "tp": 2, "pp": 2, "B": 16, "d": 12, "h": 40}, 5),
 }
 
@@ -97,7 +115,7 @@ CASES = {
 @functools.cache
 def plan_of(name: str) -> SymbolicPlan:
     compile_, reference, _ = CASES[name]
-    axes = [name for name in reference if name in ("dp", "tp", "pp")]
+    axes = [name for name in reference if name in ("dp", "tp", "cp", "pp")]
     return symbolic_plan(compile_, reference, axes, Repeated("L", "blocks") if "L" in reference else None)
 
 
@@ -106,10 +124,12 @@ def points(plan: SymbolicPlan, count: int, seed: int) -> list[Point]:
     draw, found = random.Random(seed), []
     while len(found) < count:
         point: dict[str, int] = {axis: draw.choice([2, 2, 4, 4, 3, 6, 8, 32, 256, 8192]) for axis in plan.axes}
-        point |= {"pp": plan.reference["pp"]} if "pp" in plan.axes else {}
+        point |= {
+            axis: size for axis, size in plan.reference.items() if plan.region.low[axis] == plan.region.high[axis]
+        }
         for name, size in plan.reference.items():
             if name not in plan.axes:
-                times = draw.choice([1, 2, 3, 5, point["dp"], point["tp"], 3 * point["tp"]])
+                times = draw.choice([1, 2, 3, 5, point["dp"], point.get("tp", 4), 3 * point.get("tp", 4)])
                 point[name] = draw.randint(1, 5) if name == "L" else size * times
         point["B"] *= point["dp"]
         if not plan.why_not(point):
