@@ -115,9 +115,9 @@ def add_mesh_options(parser: Parser, is_required: bool = True) -> None:
     parser.add_argument("--overlap", choices=OVERLAPS, help=help_)
     _add_wire(parser)
     parser.add_argument(
-        "--links", metavar="AXIS=LINK,...|FILE", type=name,
-        help=f"the link between ranks along each axis, for predicted times: {', '.join(LINKS)}; or a file that shardc "
-        "bench-links wrote",
+        "--links", metavar="LINK|AXIS=LINK,...|FILE", type=name,
+        help=f"the link between ranks along all axes or along each, for predicted times: {', '.join(LINKS)}; or a file "
+        "that shardc bench-links wrote",
     )  # fmt: skip
     parser.add_argument(
         "--nodes", metavar="SIZE=LINK", type=_nodes,

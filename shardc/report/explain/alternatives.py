@@ -28,7 +28,7 @@ from shardc.passes.reshard.move_axes import Move, Space, State, moves_from
 from shardc.passes.reshard.plan_reshard import collectives_of_steps, plan_reshard, search_space, steps_of
 from shardc.program.collective import EXCHANGES, Step
 from shardc.program.communication import axes_of, collective_at, is_collective
-from shardc.program.node import operands
+from shardc.program.node import is_free, operand, operands
 from shardc.program.program import Program
 from shardc.program.provenance import CutChoice, Cuts, FormChoice, Source
 from shardc.program.stages import sender
@@ -79,13 +79,18 @@ class AlternativeFinder:
     def _attention_alternatives(self, node: fx.Node, moved: Sequence[Movement]) -> Iterator[Alternative]:
         """For what attention reads or makes: a ring, heads that ranks share, and keys that each gathers."""
         near = [node] if node.target in EXCHANGES else [op for each in moved for op in (*each.users, each.producer)]
-        near = [self.program.value(each)[0] for each in near if each.op == "call_function"]
+        near = [self._behind_views(self.program.value(each)[0]) for each in near if each.op == "call_function"]
         for form in (each for each in self._forms.values() if each.ways):
             if any(form.op == op.name or self._is_of(form, op) for op in near):
                 question = f"to compute {form.target.lstrip('_')}{_place(form.source)}"
                 for i, (way, nbytes) in enumerate(form.ways):
                     yield Alternative(question, way, nbytes, i == 0)
                 return
+
+    def _behind_views(self, node: fx.Node) -> fx.Node:
+        while node.op == "call_function" and is_free(node) and not is_collective(node):
+            node = self.program.value(operand(node))[0]
+        return node
 
     def _decomposed_alternatives(self, producer: fx.Node) -> Iterator[Alternative]:
         """For an op that was taken apart and is gone: what gathering its operand would have sent."""
