@@ -56,12 +56,9 @@ class Rings(Windowed):
         if not self._may_be_apart(along):
             return []
         ring, kind = _ring(along)[0], RINGS[along.node.target in BACKWARD]
-        chosen = _sharing_heads(along, ring), ring.travels
-        found = {
-            (ranks, travels): _sent(along, replace(ring, travels=travels), ranks, kind)
-            for ranks in _divisors(along.count) if _may_share(along, ranks)
-            for travels in ((True, False) if ranks == 1 and ring.travels else (ring.travels,))
-        }  # fmt: skip
+        chosen, may_travel = (_sharing_heads(along, ring), ring.travels), _may_travel(ring)
+        ways = [(ranks, may_travel) for ranks in _divisors(along.count) if _may_share(along, ranks)]
+        found = {way: _sent(along, replace(ring, travels=way[1]), way[0], kind) for way in [*ways, (1, False)]}
         found = {chosen: found[chosen], **found}
         return [(_words(along.count, *way), nbytes) for way, nbytes in found.items()]
 
@@ -72,7 +69,7 @@ def _sent(along: Along, ring: Ring, ranks: int, target: Any) -> int:
     By all_to_all of queries, keys, values and results, or of their gradients; then keys and values go round a ring of
     the others, or are gathered from them.
     """
-    queries, keys, values = (along.emit.type(along.given[name]) for name in ("query", "key", "value"))
+    queries, keys, values = (_padded(along, along.given[name]) for name in ("query", "key", "value"))
     results, count = queries.nbytes // queries.shape[3] * values.shape[3], along.count // ranks
     to_heads = (queries.nbytes + keys.nbytes + values.nbytes + results) * (ranks - 1) // (along.count * ranks)
     to_heads *= DETOUR if along.nested else 1
@@ -82,6 +79,13 @@ def _sent(along: Along, ring: Ring, ranks: int, target: Any) -> int:
     chunks = (TensorType((*x.shape[:2], chunk, *x.shape[3:]), x.dtype) for x in (keys, values))
     in_ring = ring_bytes(replace(ring, count=count), *chunks, is_backward=target is ring_attention_backward)
     return to_heads + in_ring // ranks
+
+
+def _padded(along: Along, x: fx.Node) -> TensorType:
+    """The type of a value as it is sent: in chunks of as many positions."""
+    type_ = along.emit.type(x)
+    length = along.count * ceil_div(type_.shape[POSITIONS], along.count)
+    return replace(type_, shape=(*type_.shape[:POSITIONS], length, *type_.shape[POSITIONS + 1 :]))
 
 
 def _sharing_heads(along: Along, ring: Ring) -> int:
@@ -152,7 +156,10 @@ def _undivided(along: Along) -> ShardingError:
     program, key = along.emit.program, along.given["key"]
     heads, positions = along.emit.shape(key)[HEADS : POSITIONS + 1]
     what, problem = f"{heads} heads of keys", f"the {along.count} ranks that share the positions cannot share the heads"
-    each = heads // num_shards(program.sharding(key).dims[HEADS].all_axes)
+    axes = program.sharding(key).dims[HEADS].all_axes
+    each = heads // num_shards(axes)
+    if axes:
+        what = f"{what}, {each} to a rank since {', '.join(part.name for part in axes)} cuts them"
     if gcd(each, along.count) > 1:
         what = f"{what}, {along.size(along.given['query'])} queries and {positions} keys on {program.mesh}"
         problem = f"{problem}: some can, where lengths divide and the last of the axes of positions has as many ranks"
@@ -181,8 +188,13 @@ def _ring(along: Along) -> tuple[Ring, list[Placed]]:
     made, leaves = mask_program(program, mask, ring.family == TILED_FAMILY)
     if not leaves:
         return ring, []
-    travels = travels and (ring.family == TILED_FAMILY or not made.may_lower)
-    return replace(ring, travels=travels, made_by=astuple(made)), leaves
+    ring = replace(ring, made_by=astuple(made))
+    return replace(ring, travels=travels and _may_travel(ring)), leaves
+
+
+def _may_travel(ring: Ring) -> bool:
+    """Whether keys may go round: not where the mask adds numbers, by torch's kernels."""
+    return ring.mask is None or ring.family == TILED_FAMILY or not ring.mask.may_lower
 
 
 def _in_place(along: Along) -> Results:

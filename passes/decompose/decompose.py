@@ -27,6 +27,7 @@ from torch import fx
 from shardc.costs.count import flops_of
 from shardc.language.rule import Dims, Rule
 from shardc.language.sharding import WHOLE, DimSharding, Sharding, ceil_div, num_shards
+from shardc.ops.attention.ring import POSITIONS
 from shardc.ops.index import lookup_rows, scatter_rows
 from shardc.options import ULYSSES
 from shardc.program.communication import bytes_sent, is_collective
@@ -43,11 +44,12 @@ from ..reshard.lower_reshards import lower_reshards
 from .along import Along, Results, Windowed
 from .attention import ATTENTION, learned_masks, with_own_kernels, without_effect
 from .convolution import CONVOLUTIONS
-from .group_heads import group_heads, repeat_heads, repeating
+from .group_heads import group_heads, num_key_heads, repeat_heads, repeating
 from .index import INDEXING, lookup_moves
 from .pool import POOLS, RESAMPLINGS
 from .reductions import NORMALIZATIONS, REDUCTIONS, SOFTMAXES
 from .scan import SCANS
+from .share_heads import HEADS
 from .shift import SHIFTS
 from .zigzag import ZIGZAGS
 
@@ -64,13 +66,21 @@ def decompose(program: Program) -> Program:
 
 def _with_grouped_heads(program: Program) -> Program:
     """Attention whose positions arrive cut with as many heads of keys as there are, where the model repeats them."""
-    names = {node.name for node in repeating(program) if _is_in_chunks(program, node)}
-    if not names or program.options.attention == ULYSSES:
+    names = {node.name for node in repeating(program) if _is_in_chunks(program, node) and _divide(program, node)}
+    if not names:
         return program
     program = program.copy(level="canonical")
     group_heads(program, [node for node in program.calls if node.name in names])
     program.remove_dead()
     return propagate(cut_blocks(program))
+
+
+def _divide(program: Program, attention: fx.Node) -> bool:
+    """Whether ranks that are to share heads, if any, can share those of the keys that a model repeats."""
+    if program.options.attention != ULYSSES:
+        return True
+    heads, positions = program.sharding(arguments(attention)["key"]).dims[HEADS : POSITIONS + 1]
+    return num_key_heads(program, attention) % (num_shards(heads.all_axes) * num_shards(positions.all_axes)) == 0
 
 
 def _with_own_kernels(program: Program) -> Program:

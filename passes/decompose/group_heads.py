@@ -39,6 +39,13 @@ def repeating(program: Program) -> list[fx.Node]:
     return found
 
 
+def num_key_heads(program: Program, node: fx.Node) -> int:
+    """How many heads of keys are repeated for one of ``repeating``."""
+    source = _source(program, arguments(node)["key"])
+    assert source is not None
+    return program.type(source).shape[HEADS]
+
+
 def group_heads(program: Program, nodes: Iterable[fx.Node]) -> None:
     """Let these nodes of ``repeating`` read the keys that are repeated, and return the gradients of these."""
     for node in nodes:

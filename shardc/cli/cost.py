@@ -75,12 +75,13 @@ def run(options: argparse.Namespace) -> int:
         return _run_symbolic(options)
     from shardc.costs.rings import rings_of, rings_text
     from shardc.costs.step import outer_entry, outer_note
+    from shardc.program.stages import has_stages
 
     program = compiled(options)
     cost = program.cost
     outer, rings = outer_entry(program.whole), rings_of(program.whole)
     note = outer_note(outer)
-    texts = [cost.text(), rings_text(rings), note and f"{note}\n"]
+    texts = [cost.text(), rings_text(rings, has_stages(program.whole)), note and f"{note}\n"]
     text = with_warnings("\n".join(filter(None, texts)), program.whole.notes)
     record = Cost(options.mesh.sizes, *cost.entries(), cost.copies or None, outer, rings or None)
     write(text if options.format == "text" else json_text(record), options.output)

@@ -200,10 +200,13 @@ def call_seconds(program: Program, node: fx.Node, work: Work | None = None) -> f
 
 
 def chunk_seconds(program: Program, node: fx.Node) -> float:
-    """The time of the products of one chunk in a ring, during which nothing is sent; 0 for other calls.
+    """The time of one chunk in a ring, during which nothing is sent; 0 for other calls.
 
-    It is the last chunk of those that are gathered, or the first of a sum.
+    It is the last chunk of those that arrive, or the first of a sum.
     """
+    ring = ring_of(node)
+    if ring is not None and ring.steps:
+        return call_seconds(program, node) / (ring.steps + 1)
     if node.target not in DOT_RINGS:
         return 0.0
     device, dtype = program.options.machine.device, dtype_name(program.value_type(program.value(operand(node))).dtype)

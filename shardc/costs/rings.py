@@ -70,15 +70,16 @@ def _times_of(rings: Sequence[RingEntry]) -> list[str]:
 RING_TIMES = {"computing": "computing", "sending": "sending", "waited": "waited for"}  # fields, each with its heading
 
 
-def rings_text(rings: Sequence[RingEntry]) -> str:
-    """A table; empty without rings."""
+def rings_text(rings: Sequence[RingEntry], is_pipeline: bool = False) -> str:
+    """A table; empty without rings. In a pipeline they are those of all stages."""
     times = _times_of(rings)
     rows = [
         (
-            each.phase, each.of, ", ".join(each.axes), each.count, each.steps, bytes_text(each.wire_bytes),
+            each.phase, each.of, "+".join(each.axes), each.count, each.steps, bytes_text(each.wire_bytes),
             bytes_text(each.held), f"{each.busiest:.2f}", *(seconds_text(getattr(each, name)) for name in times),
         )
         for each in rings
     ]  # fmt: skip
-    header = ("phase", "rings of", "axes", "count", "steps", "wire bytes", "held", "busiest / mean")
+    of = "rings of all stages" if is_pipeline else "rings of"
+    header = ("phase", of, "axes", "count", "steps", "wire bytes", "held", "busiest / mean")
     return table((*header, *map(RING_TIMES.__getitem__, times)), rows) if rows else ""

@@ -32,7 +32,7 @@ from shardc.language.mesh import MICROBATCH
 from shardc.language.partition import parse_part
 from shardc.language.text import bytes_text, seconds_text
 from shardc.language.words import Part
-from shardc.ops.contraction import gather_dots
+from shardc.ops.contraction import dots_scatter
 from shardc.ops.tier import TRANSFERS, fetch, offload
 from shardc.program.collective import GO_ROUND, Collective
 from shardc.program.communication import collective_at, is_collective
@@ -142,16 +142,16 @@ class _Lanes:
     def _ring(self, node: fx.Node) -> Iterator[Task]:
         """The rank computes with what it has while the next is on its way.
 
-        Of products it computes the last chunk once all have arrived, or the first before any of their sum is sent.
+        It computes the last chunk once that has arrived, or the first of a sum before any is sent.
         """
         operands, alone = self._operand_makers(node), chunk_seconds(self.program, node)
-        if node.target is not gather_dots:
+        if node.target is dots_scatter:
             yield from self._compute(node, alone, operands, " (first chunk)")
         yield from self._collective(node)
         sent = self.makers[node]
         yield from self._compute(node, call_seconds(self.program, node) - alone, operands)
         self.makers[node] = (*sent, *self.makers[node])
-        if node.target is gather_dots:
+        if node.target is not dots_scatter:
             yield from self._compute(node, alone, self.makers[node], " (last chunk)")
 
     def _transfer(self, node: fx.Node) -> Iterator[Task]:

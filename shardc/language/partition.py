@@ -330,6 +330,8 @@ def _typed(name: str) -> str:
     if re.search(r"\d", re.sub(r"[^\W\d]\w*", "", name)):
         axis = axes[0]
         return f"write {axis}, {axis}:(2)2 for the minor 2 of its 4 ranks, or blocks(3,{axis}) for each of 3 blocks"
+    if re.fullmatch(r"\w+:[^\W\d]\w*", name):
+        return f"write {axes[0]}:{ZIGZAG} where each rank is to have an early and a late stretch, or {axes[0]}"
     if len(words) > 1:
         dims = ",".join({"None": "-", "OPEN": "?"}.get(word, word) for word in words if word not in ("P", "blocks"))
         return f"write {dims} for {len(words)} dims" + f", {'+'.join(axes)} for one cut by all" * (len(axes) > 1)

@@ -177,6 +177,12 @@ def test_rings_say_what_they_send_hold_and_wait_for(axis: str) -> None:
         args: Any = events[name, 1]["args"]
         assert (args["steps"], args["wire_bytes"]) == (3, entry.wire_bytes)
         assert args["waited"] == pytest.approx(1e6 * (entry.waited or 0), rel=1e-3, abs=2e-3)
+    (start, meets, last) = (
+        events[f"forward/(model)/{name}", place]
+        for name, place in (("ring_attention", 1), ("ring_attention", 0), ("ring_attention (last chunk)", 0))
+    )
+    assert last["ts"] == pytest.approx(start["ts"] + start["dur"], abs=2e-3)  # not before it arrives
+    assert last["dur"] == pytest.approx(meets["dur"] / 3, abs=2e-3)
     text = StepRecord(found.program).text() + rings_text(entries)
     assert "busiest / mean" in text and "waited for" in text
 

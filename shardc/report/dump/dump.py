@@ -102,6 +102,12 @@ def _stages_of_values(program: Program) -> Mapping[fx.Node, Sequence[int]]:
     return {node: [run.stage for run in its] for node, its in runs.items()}
 
 
+def _time_texts(program: Program) -> Iterator[str]:
+    yield StepRecord(program).text()
+    if rings := rings_of(program):
+        yield rings_text(rings, has_stages(program))
+
+
 TABLE_TEXTS: dict[str, Callable[[Program], str]] = {
     "parameters": lambda program: parameters_text(program, _stages_of_values(program)),
     "inputs": lambda program: _inputs_or_outputs(program, "input"),
@@ -113,7 +119,7 @@ TABLE_TEXTS: dict[str, Callable[[Program], str]] = {
     "flops": lambda program: flops_text(
         {"all ranks together would need": flops_of(program), "one rank": rank_flops(program)}
     ),
-    "time": lambda program: "\n".join(filter(None, [StepRecord(program).text(), rings_text(rings_of(program))])),
+    "time": lambda program: "\n".join(_time_texts(program)),
     "nodes": program_text,
     "notes": notes_text,
 }

@@ -27,7 +27,7 @@ from shardc.passes.reshard.choose_sides import with_parameters_first
 from shardc.passes.reshard.move_axes import Move, Space, State, moves_from
 from shardc.passes.reshard.plan_reshard import collectives_of_steps, plan_reshard, search_space, steps_of
 from shardc.program.collective import EXCHANGES, Step
-from shardc.program.communication import axes_of, collective_at, is_collective
+from shardc.program.communication import axes_of, collective_at, goes_round, is_collective, ring_of
 from shardc.program.node import is_free, operand, operands
 from shardc.program.program import Program
 from shardc.program.provenance import CutChoice, Cuts, FormChoice, Source
@@ -86,6 +86,13 @@ class AlternativeFinder:
                 for i, (way, nbytes) in enumerate(form.ways):
                     yield Alternative(question, way, nbytes, i == 0)
                 return
+        if (ring := ring_of(node)) is not None and any(ring.in_zigzag):  # no ranks share heads there
+            question = f"to compute {node.name}{_place(self.program.source(node))}"
+            chunks = [type_ for each in goes_round(node)[:2] if (type_ := self.program.local_type(each))]
+            gathered = (ring.count - 1) * sum(type_.nbytes for type_ in chunks)
+            sent = collective_at(self.program, node).wire_bytes
+            yield Alternative(question, f"keys and values go round {ring.count} ranks", sent, True)
+            yield Alternative(question, "each gathers all keys and values", gathered, False)
 
     def _behind_views(self, node: fx.Node) -> fx.Node:
         while node.op == "call_function" and is_free(node) and not is_collective(node):

@@ -7,6 +7,8 @@ such sums.
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -278,8 +280,16 @@ class _Rewrite:
 
 
 def outline(program: Program) -> list[str]:
-    """The program without its numbers, a line a node: two programs of one outline have one plan."""
-    return [_line(program, node) for node in program.graph.nodes]
+    """The program without its numbers, a line a node: two programs of one outline have one plan.
+
+    Values are counted in the order of the program, since their own numbers skip those of values that passes dropped.
+    """
+    counts, names = Counter[str](), dict[str, str]()
+    for node in program.graph.nodes:
+        name = re.sub(r"_\d+$", "", node.name)
+        names[node.name] = f"{name}_{counts[name]}" if counts[name] else name
+        counts[name] += 1
+    return [_line(program, node, names) for node in program.graph.nodes]
 
 
 def first_difference(ours: Sequence[str], theirs: Sequence[str]) -> str:
@@ -291,15 +301,19 @@ def first_difference(ours: Sequence[str], theirs: Sequence[str]) -> str:
     return f"{mine.partition(' [')[0] or 'the end'} is {other.partition(' [')[0] or 'the end'} there"
 
 
-def _line(program: Program, node: fx.Node) -> str:
+def _line(program: Program, node: fx.Node, names: Mapping[str, str]) -> str:
     def blank(leaf: Any) -> Any:
+        if isinstance(leaf, fx.Node):
+            return names[leaf.name]
         return "#" if isinstance(leaf, (int, float)) and not isinstance(leaf, bool) else str(leaf)
 
     source, args = program.source(node), map_aggregate((node.args, dict(node.kwargs)), blank)
     types = [None if each is None else (len(each.shape), str(each.dtype)) for each in program.types(node)]
     cuts = [each and _cuts(each) for each in program.shardings(node)]
-    stage = f" (stage {source.stage})" if source.stage >= 0 else ""
-    return f"{source.phase} {source.module}{stage}: {node.name} {types} {cuts} = {_op_name(node.target)} {args}"
+    place = (
+        f"{source.module} (stage {source.stage})" if program.options.pipeline and source.stage >= 0 else source.module
+    )
+    return f"{source.phase} {place or '(model)'}: {names[node.name]} {types} {cuts} = {_op_name(node.target)} {args}"
 
 
 def _op_name(target: Any) -> str:

@@ -42,13 +42,24 @@ class Repeated(Attending):
 @pytest.mark.parametrize("axis", ["cp", "cp:zigzag"])
 @pytest.mark.parametrize("way", REPEATS)
 @pytest.mark.parametrize("length", [24, 21])
-def test_repeated_keys_are_sent_once(way: str, axis: str, length: int) -> None:
+def test_repeated_keys_go_round_once(way: str, axis: str, length: int) -> None:
     torch.manual_seed(0)
     sent = []
     for model in (Repeated(way).double(), Repeated("grouped").double()):
         compiled = check_step(model, Mesh(cp=4), draw(length), TOLERANCE, axis, attention="ring")
         sent.append({each.name: each.wire_bytes for each in compiled.collectives})
     assert sent[0] == sent[1] and any(name.startswith("ring") for name in sent[0])
+
+
+def test_ranks_that_share_heads_share_those_that_are_repeated() -> None:
+    sent = [
+        [each.wire_bytes for each in compiled.collectives if each.kind == "all_to_all"]
+        for compiled in (
+            compile(Repeated(way), Mesh(cp=2), {"x": P(None, "cp")}, kwargs=given, attention="ulysses")
+            for way, given in (("expand", draw(16, dtype=torch.float32)), ("grouped", draw(16, dtype=torch.float32)))
+        )
+    ]
+    assert sorted(sent[0]) == sorted(sent[1]) and len(sent[0]) == 8
 
 
 def test_less_is_saved_for_backward() -> None:
@@ -61,15 +72,19 @@ def test_less_is_saved_for_backward() -> None:
     assert saved[0] == saved[1]
 
 
-@pytest.mark.parametrize(
-    ("mesh", "options"),
-    [
-        (Mesh(dp=2, cp=2), {}), (Mesh(cp=4), {"attention": "ulysses"}), (Mesh(cp=2), {"attention": "gather"}),
-        (Mesh(cp=2, tp=2), {"annotations": {f"{name}.weight": P("tp") for name in "qkv"}}), (Mesh(cp=8), {}),
-        (Mesh(cp=2, tp=4), {"annotations": {f"{name}.weight": P("tp") for name in "qkv"}, "attention": "ring"}),
-    ],
-    ids=["dp", "ulysses", "gather", "tp", "more ranks than heads", "tp of more ranks than heads of keys"],
-)  # fmt: skip
+OF_HEADS = {"annotations": {f"{name}.weight": P("tp") for name in "qkv"}}
+MESHES: dict[str, tuple[Mesh, dict[str, Any]]] = {
+    "dp": (Mesh(dp=2, cp=2), {}),
+    "ulysses": (Mesh(cp=2), {"attention": "ulysses"}),
+    "ulysses of more ranks than heads of keys": (Mesh(cp=4), {"attention": "ulysses"}),
+    "gather": (Mesh(cp=2), {"attention": "gather"}),
+    "tp": (Mesh(cp=2, tp=2), OF_HEADS),
+    "more ranks than heads": (Mesh(cp=8), {}),
+    "tp of more ranks than heads of keys": (Mesh(cp=2, tp=4), {**OF_HEADS, "attention": "ring"}),
+}
+
+
+@pytest.mark.parametrize(("mesh", "options"), MESHES.values(), ids=MESHES)
 def test_other_meshes_and_ways_have_the_numbers_of_one_device(mesh: Mesh, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     check_step(Repeated().double(), mesh, draw(16), TOLERANCE, **options)

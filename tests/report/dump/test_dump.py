@@ -42,7 +42,8 @@ def compilations(megatron: Compiled, piped: Compiled) -> list[Compiled]:
         model, Mesh(dp=2, tp=2), annotations, args=args, kwargs=kwargs, zero=Zero("dp", 3), links={"tp": "nvlink"}
     )
     inference = compile(model, Mesh(dp=3), {"x": P("dp")}, args=args, kwargs=kwargs, train=False)
-    ring = compile(Attending(), Mesh(cp=3), {"x": P(None, "cp")}, kwargs=draw(6, dtype=torch.float32))
+    cut = {"x": P(None, "cp")}
+    ring = compile(Attending(), Mesh(cp=3), cut, kwargs=draw(6, dtype=torch.float32), links={"cp": "nvlink"})
     coded = megatron.recompile(wire={"dp": "1bit"})
     offloaded = zero.recompile(zero=Zero("dp", 3, offload="parameters"))
     below = compile(model, Mesh(dp=1), args=(torch.randn(256, 8),), saved={"*": "host"})

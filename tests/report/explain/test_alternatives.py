@@ -110,12 +110,13 @@ def test_windows_are_told_from_gathering_by_the_bytes_that_are_announced() -> No
     [
         ("ring", "keys and values go round 4 ranks", "4 ranks share heads in place of positions"),
         ("ulysses", "4 ranks share heads in place of positions", "keys and values go round 4 ranks"),
-        ("gather", "each gathers all keys and values", "4 ranks share heads in place of positions"),
+        ("gather", "each gathers all keys and values", "keys and values go round 4 ranks"),
     ],
 )
-def test_attention_says_what_each_way_to_compute_it_sends(way: str, chosen: str, other: str) -> None:
+@pytest.mark.parametrize("length", [16, 18])
+def test_attention_says_what_each_way_to_compute_it_sends(way: str, chosen: str, other: str, length: int) -> None:
     """What is announced of the chosen way is what all its collectives send; the other is announced as where chosen."""
-    inputs, announced = draw(16, dtype=torch.float32), dict[str, tuple[str, int]]()
+    inputs, announced = draw(length, dtype=torch.float32), dict[str, tuple[str, int]]()
     for each in dict.fromkeys((way, "ring", "ulysses")):
         compiled = shardc.compile(Attending(), Mesh(cp=4), {"x": P(None, "cp")}, kwargs=inputs, attention=each)
         of_attention = [one for one in compiled.collectives if one.kind != "all_reduce" and one.phase == "forward"]
@@ -127,6 +128,14 @@ def test_attention_says_what_each_way_to_compute_it_sends(way: str, chosen: str,
             ways = {one.way: one.wire_bytes for one in found}
     assert announced[way][0] == chosen and other in ways
     assert all(ways[name] == nbytes for name, nbytes in announced.values() if name in ways)
+
+
+def test_attention_in_zigzag_says_what_gathering_would_send() -> None:
+    cut = {"x": P(None, "cp:zigzag")}
+    compiled = shardc.compile(Attending(), Mesh(cp=4), cut, kwargs=draw(16, dtype=torch.float32))
+    for ring in (each for each in compiled.collectives if each.name.startswith("ring")):
+        ways = [(each.wire_bytes, each.is_chosen) for each in alternatives(compiled, ring.name)]
+        assert ways == [(ring.wire_bytes, True), (ring.wire_bytes // (1 if ring.phase == "forward" else 2), False)]
 
 
 def test_a_table_that_is_gathered_says_what_taking_its_lookup_apart_would_send() -> None:

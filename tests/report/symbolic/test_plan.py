@@ -81,10 +81,10 @@ def gpt(point: Point) -> shardc.Compiled:
     return shardc.compile(model, Mesh(dp=point["dp"], tp=point["tp"]), DATA | MEGATRON, args=(ids, ids))
 
 
-def ring(point: Point) -> shardc.Compiled:
+def ring(point: Point, axis: str = "cp") -> shardc.Compiled:
     with torch.device("meta"):
         model, x = Attending(), torch.empty(point["B"], point["T"], WIDTH)
-    cut = {"x": P("dp", "cp")}
+    cut = {"x": P("dp", axis)}
     return shardc.compile(model, Mesh(dp=point["dp"], cp=point["cp"]), cut, args=(x,), attention="ring")
 
 
@@ -108,6 +108,7 @@ CASES = {
     "edges of images": (images, {"dp": 2, "tp": 2, "B": 4, "H": 32, "d": 6}, 5),
     "shared heads": (shared_heads, {"dp": 2, "cp": 8, "B": 4, "T": 48}, 3),
     "a ring": (ring, {"dp": 2, "cp": 4, "B": 4, "T": 48}, 3),
+    "zigzag": (functools.partial(ring, axis="cp:zigzag"), {"dp": 2, "cp": 4, "B": 4, "T": 48}, 3),
     "a pipeline": (staged, {"dp": 2, "tp": 2, "pp": 2, "B": 16, "d": 12, "h": 40}, 5),
 }
 
