@@ -19,81 +19,118 @@ from torch import Tensor
 from shardc.ops.reduction import wide_dtype
 
 from .kernels import kernels
-from .ring import Ring
+from .layout import positions_first
+from .ring import POSITIONS, Ring
+from .tiles import Tile
 
 
 class Joined:
     """The attention of a chunk of queries to all keys that it has met.
 
     State: ``out``, in the dtype that sums are made in and in the layout of torch's kernels, and ``lse``, minus
-    infinity where a query has seen no key yet.
+    infinity where a query has seen no key yet. What the first tile of all queries gives is taken as it is.
     """
 
     def __init__(self, ring: Ring, index: int, q: Tensor, v: Tensor, *leaves: Tensor) -> None:
         self.ring, self.index, self.q, self.leaves = ring, index, q, ring.prepared(leaves)
-        batch, heads, rows, _ = q.shape
-        self.out = v.new_zeros([batch, rows, heads, v.shape[3]], dtype=wide_dtype(v.dtype)).transpose(1, 2)
-        self.lse = v.new_full(q.shape[:3], -torch.inf, dtype=self.out.dtype)
+        self.shape, self.dtype = (*q.shape[:3], v.shape[3]), wide_dtype(v.dtype)
+        self.state: tuple[Tensor, Tensor] | None = None  # out and lse
 
     def meet(self, source: int | None, k: Tensor, v: Tensor, rows: range | None = None) -> None:
         """Let the queries attend to ``rows`` of a chunk of keys and values, or to all keys if ``source`` is None."""
         for tile in self.ring.tiles(self.index, source, rows, self.q.is_cuda):
-            q, out, lse = (x[:, :, tile.rows] for x in (self.q, self.out, self.lse))
             scores = self.ring.scores(tile, self.leaves)
             run = kernels(self.ring.family, scores).forward
-            more, further = run(q, k[:, :, tile.columns], v[:, :, tile.columns], scores)
+            more, further = run(self.q[:, :, tile.rows], k[:, :, tile.columns], v[:, :, tile.columns], scores)
             if scores.mask is not None:
                 more = more.masked_fill(scores.hidden.unsqueeze(-1), 0.0)
                 further = further.masked_fill(scores.hidden, -torch.inf)
+            if self.state is None and _is_all(tile.rows, self.q):
+                self.state = positions_first(more.to(self.dtype)), further.to(self.dtype)
+                continue
+            out, lse = (x[:, :, tile.rows] for x in self._ready())
             weight = (further - lse).nan_to_num(nan=-torch.inf).sigmoid()  # 0 where no key has been seen at all
             out.lerp_(more.to(out.dtype), weight.unsqueeze(-1).to(out.dtype))
             lse.copy_(torch.logaddexp(lse, further))
 
+    def _ready(self) -> tuple[Tensor, Tensor]:
+        if self.state is None:
+            batch, heads, rows, size = self.shape
+            out = self.q.new_zeros([batch, rows, heads, size], dtype=self.dtype).transpose(1, 2)
+            self.state = out, self.q.new_full(self.shape[:3], -torch.inf, dtype=self.dtype)
+        return self.state
+
     @property
     def results(self) -> tuple[Tensor, Tensor]:
         """The result in the dtype of the operands, and its logsumexp, 0 where a query sees no key."""
-        return self.out.to(self.q.dtype), self.lse.masked_fill(self.lse == -torch.inf, 0.0)
+        out, lse = self._ready()
+        return out.to(self.q.dtype), lse.masked_fill(lse == -torch.inf, 0.0)
 
 
 class Gradients:
     """The gradients that a chunk of queries gives.
 
-    State: ``of_queries``, a sum over the keys that it has met; ``of_mask``, in the columns of these keys.
+    State: ``of_queries``, a sum over the keys that it has met, None before the first; ``of_mask``, in the columns of
+    these keys.
     """
 
     def __init__(
         self, ring: Ring, index: int, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, *leaves: Tensor
     ) -> None:
         self.ring, self.index, self.rows, self.leaves = ring, index, (grad, q, out, lse), ring.prepared(leaves)
-        self.of_queries, self.of_mask = q.new_zeros(q.shape, dtype=wide_dtype(q.dtype)), ring.zeros_of_mask(q)
+        self.of_queries: Tensor | None = None
+        self.of_mask = ring.zeros_of_mask(q)
 
     def meet(
         self, source: int | None, k: Tensor, v: Tensor, rows: range | None = None, is_sent: bool = False
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """What the queries add to the gradients of these keys and values, which are as in ``Joined.meet``.
 
         ``is_sent``: to other ranks, for which they are one after the other in memory.
         """
-        dtype = wide_dtype(k.dtype)
-        dk, dv = beside_one_another((k, v), dtype) if is_sent else (x.new_zeros(x.shape, dtype=dtype) for x in (k, v))
-        for tile in self.ring.tiles(self.index, source, rows, self.of_queries.is_cuda):
-            grad, q, out, lse = (x[:, :, tile.rows] for x in self.rows)
-            scores = self.ring.scores(tile, self.leaves, self.of_mask)
-            run = kernels(self.ring.family, scores).backward
-            parts = run(grad, q, k[:, :, tile.columns], v[:, :, tile.columns], out, lse, scores)
-            for total, part in zip(
-                (self.of_queries[:, :, tile.rows], dk[:, :, tile.columns], dv[:, :, tile.columns]), parts, strict=True
-            ):
-                total += part
+        tiles, dtype = list(self.ring.tiles(self.index, source, rows, k.is_cuda)), wide_dtype(k.dtype)
+        is_one = len(tiles) == 1 and _is_all(tiles[0].columns, k)  # then its gradients are those of all keys
+        if is_one and not is_sent:
+            return tuple(part.to(dtype).contiguous() for part in self._of_tile(tiles[0], k, v))
+        sums = beside_one_another((k, v), dtype) if is_sent else [x.new_empty(x.shape, dtype=dtype) for x in (k, v)]
+        if not is_one:
+            sums = [each.zero_() for each in sums]
+        for tile in tiles:
+            for total, part in zip(sums, self._of_tile(tile, k, v), strict=True):
+                place = total[:, :, tile.columns]
+                place.copy_(part) if is_one else place.add_(part)
+        return tuple(sums)
+
+    def _of_tile(self, tile: Tile, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of a tile's keys and values; that of its queries is added to theirs."""
+        grad, q, out, lse = (x[:, :, tile.rows] for x in self.rows)
+        scores = self.ring.scores(tile, self.leaves, self.of_mask)
+        run = kernels(self.ring.family, scores).backward
+        dq, dk, dv = run(grad, q, k[:, :, tile.columns], v[:, :, tile.columns], out, lse, scores)
+        if self.of_queries is None and _is_all(tile.rows, self.rows[1]):
+            self.of_queries = dq.to(wide_dtype(q.dtype)).contiguous()
+        else:
+            self._of_queries()[:, :, tile.rows].add_(dq)
         return dk, dv
+
+    def _of_queries(self) -> Tensor:
+        if self.of_queries is None:
+            q = self.rows[1]
+            self.of_queries = q.new_zeros(q.shape, dtype=wide_dtype(q.dtype))
+        return self.of_queries
 
     def results(self, of_keys: Sequence[Tensor], q: Tensor) -> tuple[Tensor, ...]:
         """The gradients of queries, keys and values, and of the mask where it is asked for, in their dtypes."""
         of_mask = () if self.of_mask is None else (self.of_mask.to(q.dtype),)
-        return self.of_queries.to(q.dtype), *of_keys, *of_mask
+        return self._of_queries().to(q.dtype), *of_keys, *of_mask
 
 
 def beside_one_another(xs: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Zeros of the shapes of tensors, one after the other in memory, so that they are sent together as they are."""
-    pieces = xs[0].new_zeros(sum(x.numel() for x in xs), dtype=dtype).split([x.numel() for x in xs])
+    """Empty tensors of the shapes of others, one after the other in memory, to be sent together as they are."""
+    pieces = xs[0].new_empty(sum(x.numel() for x in xs), dtype=dtype).split([x.numel() for x in xs])
     return [piece.view(x.shape) for piece, x in zip(pieces, xs, strict=True)]
+
+
+def _is_all(part: slice, x: Tensor) -> bool:
+    """Whether a tile has all positions of a tensor."""
+    return part.start == 0 and part.stop == x.shape[POSITIONS]
