@@ -103,7 +103,7 @@ def _source(program: Program, x: fx.Node) -> fx.Node | None:
     if x.target is not aten.reshape.default or operand(x).target is not aten.expand.default:
         return None
     inserted = operand(operand(x))
-    if inserted.target is not aten.unsqueeze.default:
+    if inserted.target is not aten.unsqueeze.default or len(program.type(operand(inserted)).shape) != 4:
         return None
     source, repeated = operand(inserted), program.type(operand(x)).shape
     batch, heads, *rest = program.type(source).shape

@@ -95,6 +95,30 @@ def test_repeated_keys_that_others_read_have_the_gradients_of_one_device() -> No
     check_step(Repeated(reads_keys=True).double(), Mesh(cp=4), draw(16), TOLERANCE, attention="ring")
 
 
+class Learned(Attending):
+    """Attention to one learned key, which is the same for all samples and heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key = torch.nn.Parameter(torch.randn(WIDTH // 4))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        keys = self.key.unsqueeze(0).expand(k.shape[0] * k.shape[1] * k.shape[2], -1).reshape(k.shape)
+        return scaled_dot_product_attention(q, keys, v, is_causal=True)
+
+
+def test_a_vector_that_is_repeated_is_no_key_of_fewer_heads() -> None:
+    torch.manual_seed(0)
+    model, inputs = Learned().double(), draw(16)
+    compiled = compile(model, Mesh(cp=4), {"x": P(None, "cp")}, kwargs=inputs)
+    loss, gradients = compiled.simulate(**inputs)
+    expected = model(**inputs)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=TOLERANCE, atol=TOLERANCE)
+    assert model.key.grad is not None
+    torch.testing.assert_close(gradients["key"], model.key.grad, rtol=0, atol=TOLERANCE * 1e2)
+
+
 def test_evaluation_groups_heads_too() -> None:
     torch.manual_seed(0)
     model, inputs = Repeated().double(), draw(16)
