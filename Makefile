@@ -10,7 +10,7 @@ WHEEL := build/wheel
 PYTEST := $(BIN)/python -m pytest
 IN_PARALLEL := -n 2 --dist loadgroup
 
-.PHONY: demo test test-all sweep soak bytecode conformance bench cuda ray
+.PHONY: demo test check test-all sweep soak bytecode conformance bench cuda ray
 .PHONY: lint format types wheel-test dist docs readme examples clean
 
 demo: $(VENV)/installed  # torch says that it has no numpy; shardc needs none
@@ -18,6 +18,10 @@ demo: $(VENV)/installed  # torch says that it has no numpy; shardc needs none
 
 test: $(VENV)/installed-test bytecode
 	$(PYTEST) $(IN_PARALLEL)
+
+# What every change must hold: the conformance suites, and the tests of make test but for those of a few of the suites' cases.
+check: bytecode conformance
+	$(PYTEST) $(IN_PARALLEL) -m "not sweep and not soak and not share"
 
 # Everything: the conformance suites, and the tests of make test and make sweep in one run, but for those of a few of the
 # suites' own cases.
