@@ -143,7 +143,7 @@ class Windowed:
         return sum(rows) if reach else None
 
     def ways(self, along: Along) -> list[tuple[str, int]]:
-        """The ways of an op that has more than two, in words, with what a rank sends; the one that it takes first."""
+        """Each way to compute an op that has several, in words, with what a rank sends; the chosen one first."""
         return []
 
 

@@ -60,7 +60,7 @@ class Rings(Windowed):
         ways = [(ranks, may_travel) for ranks in _divisors(along.count) if _may_share(along, ranks)]
         found = {way: _sent(along, replace(ring, travels=way[1]), way[0], kind) for way in [*ways, (1, False)]}
         found = {chosen: found[chosen], **found}
-        return [(_words(along.count, *way), nbytes) for way, nbytes in found.items()]
+        return [(way_text(along.count, *way), nbytes) for way, nbytes in found.items()]
 
 
 def _sent(along: Along, ring: Ring, ranks: int, target: Any) -> int:
@@ -115,8 +115,8 @@ def _divisors(count: int) -> list[int]:
     return [ranks for ranks in range(1, count + 1) if count % ranks == 0]
 
 
-def _words(count: int, ranks: int, travels: bool) -> str:
-    """A way to compute attention on ``count`` ranks, of which groups of ``ranks`` share heads."""
+def way_text(count: int, ranks: int, travels: bool) -> str:
+    """A way to compute attention on ``count`` ranks, of which groups of ``ranks`` share heads, in words."""
     rest = f"keys and values go round {count // ranks} ranks" if travels else "each gathers all keys and values"
     if ranks == 1:
         return rest

@@ -100,7 +100,7 @@ class Fold:
         return replace(self, outer=before * self.outer, inner=self.inner * after)
 
     def keeps_places(self, length: int) -> bool:
-        """Whether positions have the places that they have where the last of them are left out, or more are added."""
+        """Whether positions stand in the same places of zigzag where there are ``length`` of them."""
         shorter, longer = sorted((self.length, length))
         chunk = ceil_div(longer, self.count)
         early = (self.count - 1) * chunk + ceil_div(chunk, 2)  # where the late stretch of the last rank begins
@@ -182,9 +182,9 @@ class _Order:
         return wanted if is_one_each else {}
 
     def _with_other_ends(self, node: fx.Node, own: Sequence[Folds]) -> Folds | None:
-        """The positions of a result that has a few less or more at an end than its operand; None for other ops.
+        """The positions of the result of a slice or a pad that leaves out or adds a few at an end; None for other ops.
 
-        All others must keep their places in zigzag, or be data, which goes to any place.
+        All others must keep their places in zigzag, but for data, of which every rank has all.
         """
         if len(own) != 1 or len(own[0]) != 1:
             return None

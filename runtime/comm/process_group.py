@@ -157,7 +157,7 @@ def rotate(xs: Sequence[Tensor], group: Group, by: int) -> Callable[[], list[Ten
 
 
 def in_one(xs: Sequence[Tensor]) -> Tensor:
-    """Tensors one after the other in one of one dim: a view where they lie so in memory, as those that arrived do."""
+    """Tensors joined in a flat one: a view where they lie side by side in memory, as those that arrived together do."""
     first, at = xs[0], xs[0].storage_offset()
     if len(xs) == 1:
         return first.flatten()

@@ -8,22 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from shardc.costs.count import (
-    flops_of,
-    nbytes,
-    results_by_parameter,
-)
+from shardc.costs.count import flops_of, nbytes, results_by_parameter
 from shardc.costs.memory import memory_of
-from shardc.costs.records import (
-    AxesTime,
-    Copies,
-    CopyTime,
-    MemoryEntry,
-    OuterEntry,
-    TimeEntry,
-    TrafficEntry,
-    Way,
-)
+from shardc.costs.records import AxesTime, Copies, CopyTime, MemoryEntry, OuterEntry, TimeEntry, TrafficEntry, Way
 from shardc.costs.replay import ledgers_of
 from shardc.costs.stages.record import StageRecord, calls_of_step
 from shardc.costs.step_time import COMPUTING, COPYING, OPTIMIZER, OVER, Slice, axes_and_link, step_timeline

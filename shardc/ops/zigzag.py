@@ -30,7 +30,7 @@ def stretches(length: int, count: int, index: int) -> tuple[range, range]:
 
 
 def _early(length: int, chunk: int) -> int:
-    """How many of the positions of ranks with ``chunk`` each, the last with what is left, are in early stretches."""
+    """How many of ``length`` positions, cut in chunks of ``chunk``, are in the early stretches of their ranks."""
     half = ceil_div(chunk, 2)
     return length // chunk * half + min(half, length % chunk) if chunk else 0
 

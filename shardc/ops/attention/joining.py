@@ -110,10 +110,10 @@ class Gradients:
         if self.of_queries is None and _is_all(tile.rows, self.rows[1]):
             self.of_queries = dq.to(wide_dtype(q.dtype)).contiguous()
         else:
-            self._of_queries()[:, :, tile.rows].add_(dq)
+            self._sum_of_queries()[:, :, tile.rows].add_(dq)
         return dk, dv
 
-    def _of_queries(self) -> Tensor:
+    def _sum_of_queries(self) -> Tensor:
         if self.of_queries is None:
             q = self.rows[1]
             self.of_queries = q.new_zeros(q.shape, dtype=wide_dtype(q.dtype))
@@ -122,7 +122,7 @@ class Gradients:
     def results(self, of_keys: Sequence[Tensor], q: Tensor) -> tuple[Tensor, ...]:
         """The gradients of queries, keys and values, and of the mask where it is asked for, in their dtypes."""
         of_mask = () if self.of_mask is None else (self.of_mask.to(q.dtype),)
-        return self._of_queries().to(q.dtype), *of_keys, *of_mask
+        return self._sum_of_queries().to(q.dtype), *of_keys, *of_mask
 
 
 def beside_one_another(xs: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:

@@ -21,6 +21,7 @@ from shardc.language.mesh import Axes
 from shardc.language.rule import Rule
 from shardc.language.sharding import WHOLE, DimSharding, Sharding, TensorType
 from shardc.language.text import bytes_text
+from shardc.passes.decompose.attention import way_text
 from shardc.passes.decompose.decompose import decompose
 from shardc.passes.reshard.choose_cuts import choose_cuts, num_pieces, op_bytes, op_shardings
 from shardc.passes.reshard.choose_sides import with_parameters_first
@@ -91,8 +92,8 @@ class AlternativeFinder:
             chunks = [type_ for each in goes_round(node)[:2] if (type_ := self.program.local_type(each))]
             gathered = (ring.count - 1) * sum(type_.nbytes for type_ in chunks)
             sent = collective_at(self.program, node).wire_bytes
-            yield Alternative(question, f"keys and values go round {ring.count} ranks", sent, True)
-            yield Alternative(question, "each gathers all keys and values", gathered, False)
+            yield Alternative(question, way_text(ring.count, 1, travels=True), sent, True)
+            yield Alternative(question, way_text(ring.count, 1, travels=False), gathered, False)
 
     def _behind_views(self, node: fx.Node) -> fx.Node:
         while node.op == "call_function" and is_free(node) and not is_collective(node):

@@ -1,13 +1,6 @@
 // The rings of attention and of products: what goes round, and what ranks hold and wait for.
 
 function ringsSection() {
-  const duration = (key, title) => ({
-    key,
-    title,
-    class: 'number',
-    value: each => each[key],
-    show: each => seconds(each[key]),
-  });
   const columns = [
     { key: 'phase', title: 'phase', value: each => each.phase },
     { key: 'of', title: 'of', value: each => each.of },

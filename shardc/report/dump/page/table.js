@@ -54,6 +54,10 @@ function number(key, title, value) {
   return { key, title, class: 'number', value, show: entry => grouped(value(entry)) };
 }
 
+function duration(key, title) {
+  return { key, title, class: 'number', value: entry => entry[key], show: entry => seconds(entry[key]) };
+}
+
 function collectivesSection() {
   const columns = [
     { key: 'id', title: 'collective', value: each => each.id, show: each => link('collective', each.id) },

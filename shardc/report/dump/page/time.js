@@ -66,13 +66,6 @@ function sentOver(name, found, top, scale) {
 }
 
 function timeTable(time) {
-  const duration = (key, title) => ({
-    key,
-    title,
-    class: 'number',
-    value: each => each[key],
-    show: each => seconds(each[key]),
-  });
   const columns = [
     { key: 'axes', title: 'over', value: each => each.axes, show: each => axisTags(each.axes.split('+')) },
     number('count', 'collectives', each => each.count),
