@@ -233,7 +233,10 @@ class ValueKinds:
 
 
 class StageAssignment:
-    """The ``stage`` and the ``part`` of each own value of a program; ``own``: these values in program order."""
+    """The ``stage`` and the ``part`` of each own value of a program; ``own``: these values in program order.
+
+    ``calls``: those of each stage and part.
+    """
 
     def __init__(self, kinds: ValueKinds) -> None:
         self.kinds, self.program = kinds, kinds.program
@@ -248,6 +251,9 @@ class StageAssignment:
         for node in self.own:
             if is_getitem(node):
                 self.part[node] = self.part[operand(node)]
+        self.calls: dict[tuple[int, Part], set[fx.Node]] = defaultdict(set)
+        for node in self.own:
+            self.calls[self.stage[node], self.part[node]].add(node)
 
     def _find_stages(self) -> None:
         tangents = [node for (kind, _), node in self.program.named_inputs.items() if kind == "tangent"]
@@ -332,9 +338,10 @@ def _parts(assignment: StageAssignment, stage: int, closing: set[fx.Node]) -> tu
     """The calls of each part of a stage's work, and the sums that each part adds to."""
     kinds, parts = assignment.kinds, {part: set[fx.Node]() for part in PARTS}
     done, lasting = set[fx.Node](), set[fx.Node]()  # timed calls of the parts before; calls once a step
-    results = {node for i, node in enumerate(kinds.program.results) if node and assignment.home().get(i) == stage}
+    home = assignment.home()
+    results = {node for i, node in enumerate(kinds.program.results) if node is not None and home.get(i) == stage}
     for part in SCHEDULED:
-        own = {node for node in assignment.own if (assignment.stage[node], assignment.part[node]) == (stage, part)}
+        own = assignment.calls[stage, part]
         read = reached(own | (results - kinds.own if part == "forward" else set()), _down(kinds.own - own))
         parts[part] = (read & kinds.timed) - done
         done |= parts[part]
