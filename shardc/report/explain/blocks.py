@@ -60,6 +60,11 @@ def _longest_row(forms: Sequence[object], length: int) -> range:
     return best
 
 
+def are_alike(modules: Iterable[nn.Module]) -> bool:
+    """Whether modules are of one class, with parameters and buffers of equal names and shapes."""
+    return len(set(map(_form, modules))) == 1
+
+
 def _form(module: nn.Module) -> object:
     """What like modules have in common: class, and names and shapes of parameters and buffers."""
     state = chain(module.named_parameters(), module.named_buffers())

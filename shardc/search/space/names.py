@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from glob import escape
 
 from torch import nn
 
 from shardc.capture.annotations import glob
-from shardc.report.explain.blocks import like_blocks
+from shardc.report.explain.blocks import are_alike, like_blocks
 
 Names = Mapping[str, str]  # first names by all names
 
 
 def parameter_globs(model: nn.Module) -> dict[str, str]:
-    """For each parameter of a model a glob, which matches it in those blocks of a list where it has this shape.
+    """For each parameter of a model a glob, which matches it in those like blocks where it has this shape.
 
-    ``*.mlp.up.weight``; ``layers.[02].up.weight`` where other blocks have another shape; ``param:*.mlp.up`` where
-    modules have such names too; the name itself where it is in no list of like blocks. Shapes that no glob tells apart,
-    as among more than ten blocks, have one together. Tied parameters have their first name.
+    ``*.mlp.up.weight``; ``block*.up.weight`` where blocks are attributes, as ``block1`` and ``block2`` are;
+    ``layers.[02].up.weight`` where other blocks have another shape; ``param:*.mlp.up`` where modules have such names
+    too; the name itself where it is in no like blocks. Shapes that no glob tells apart, as among more than ten blocks,
+    have one together. Tied parameters have their first name.
     """
-    lists = {path for path, module in model.named_modules() if len(like_blocks(module)) > 1}
+    stars = {name: star for path, module in model.named_modules() for name, star in _stars(path, module)}
     shapes = {name: str(parameter.shape) for name, parameter in model.named_parameters()}
     stored = {name: name for name, _ in model.named_parameters(remove_duplicate=False)}
     stored |= {name: name for name, _ in model.named_buffers()}
     known = stored | {path: path for path, _ in model.named_modules()}
     found: dict[str, str] = {}
-    for pattern, names in _grouped(shapes, {name: _without_numbers(name, lists) for name in shapes}).items():
+    for pattern, names in _grouped(shapes, {name: _without_numbers(name, stars) for name in shapes}).items():
         groups = list(_grouped(names, shapes).values())
         globs = [_exact(_narrowed(pattern, group, names), group, known, stored) for group in groups]
         if not all(globs):
             groups, globs = [names], [_exact(pattern, names, known, stored)]
-        found |= {name: each or name for group, each in zip(groups, globs, strict=True) for name in group}
+        found |= {name: each or escape(name) for group, each in zip(groups, globs, strict=True) for name in group}
     return found
 
 
@@ -41,10 +44,25 @@ def _grouped(names: Iterable[str], key_of: Mapping[str, str]) -> dict[str, list[
     return groups
 
 
-def _without_numbers(name: str, lists: Iterable[str]) -> str:
-    """The name with a star for the index of each list."""
+def _stars(path: str, module: nn.Module) -> Iterator[tuple[str, str]]:
+    """The children of a module that repeat, by their path, with what stands for them in a glob.
+
+    In a list with like blocks all items; elsewhere modules whose names differ in a last number, where all are alike.
+    """
+    children, prefix = dict(module.named_children()), f"{path}." if path else ""
+    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        yield from ((prefix + name, "*") for name in children if len(like_blocks(module)) > 1)
+        return
+    stems = {name: re.sub(r"\d+$", "", name) for name, child in children.items() if child._modules}
+    for stem, names in _grouped(stems, stems).items():
+        if len(names) > 1 and are_alike([children[name] for name in names]):
+            yield from ((prefix + name, f"{escape(stem)}*") for name in names)
+
+
+def _without_numbers(name: str, stars: Mapping[str, str]) -> str:
+    """The name with a star for the number of each block."""
     parts = name.split(".")
-    return ".".join("*" if ".".join(parts[:i]) in lists else part for i, part in enumerate(parts))
+    return ".".join(stars.get(".".join(parts[: i + 1]), escape(part)) for i, part in enumerate(parts))
 
 
 def _narrowed(pattern: str, group: Sequence[str], names: Sequence[str]) -> str:
@@ -72,7 +90,7 @@ def _exact(pattern: str, group: Sequence[str], known: Names, stored: Names) -> s
 def _globs(pattern: str) -> Iterator[str]:
     """Globs that may do for a group of names, short ones first: the ends of its pattern, then all of it."""
     parts = pattern.split(".")
-    last_star = max((i for i, part in enumerate(parts) if part[0] in "*["), default=len(parts))
+    last_star = max((i for i, part in enumerate(parts) if part[0] == "[" or part[-1] == "*"), default=len(parts))
     for start in range(len(parts) - 1, last_star, -1):
         yield ".".join(["*", *parts[start:]])
     yield pattern
