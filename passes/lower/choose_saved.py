@@ -40,13 +40,14 @@ TRIES = 4  # of budgets for the ranks of a pipeline
 IN_FLIGHT = {"F": 1, "B": -1, "W": -1}  # by how many each action changes the microbatches of a stage under way
 
 Choose = Callable[[Program, Parts, Collection[fx.Node]], set[Value]]  # what is not saved; the nodes are twins
+Unsaved = set[tuple[str, int]]  # the same by names, which a copy of a program keeps
 Recompute = Callable[[Program, Choose], Program]  # a copy in which backward computes again what is not saved
 
 
 def within_budget(program: Program, remat: Remat, recompute: Recompute) -> Program:
     """The program that saves no more than the budget on any rank. OptionError where more must be saved.
 
-    In a pipeline each rank chooses for itself. Where one still saves too much its budget is lowered, and all try again.
+    In a pipeline each rank chooses for itself. One that still saves too much tries again with a lower budget.
     """
     if program.options.pipeline is None:
         return recompute(program, partial(_unsaved, remat=remat))
@@ -54,9 +55,9 @@ def within_budget(program: Program, remat: Remat, recompute: Recompute) -> Progr
     most, whole = remat.budget, _saved_bytes(_without_max_memory(program))
     if max(whole) <= most:
         return program
-    budgets = [most] * len(whole)
+    budgets, known = [most] * len(whole), dict[tuple[int, int], Unsaved]()
     for tries_left in reversed(range(TRIES)):
-        recomputing = recompute(program, partial(_unsaved_in_ranks, remat=remat, budgets=budgets))
+        recomputing = recompute(program, partial(_unsaved_in_ranks, remat=remat, budgets=budgets, known=known))
         saved = _saved_bytes(recomputing)
         if max(saved) <= most:
             return recomputing
@@ -103,15 +104,18 @@ def _without_max_memory(program: Program) -> Program:
 
 
 def _unsaved_in_ranks(
-    program: Program, parts: Parts, twins: Collection[fx.Node], remat: Remat, budgets: Sequence[int]
-) -> set[Value]:
+    program: Program, parts: Parts, twins: Collection[fx.Node], remat: Remat, budgets: Sequence[int],
+    known: dict[tuple[int, int], Unsaved],
+) -> set[Value]:  # fmt: skip
+    """The values that are not saved; ``known``: of a rank and its budget, for this program or an equal one."""
     program = _without_max_memory(program)  # what is found out here holds until the graph is changed
     owners = owners_of(program, (*parts.update, *parts.forward))
-    unsaved: set[Value] = set()
-    for share, budget in zip(_shares(program, parts, owners), budgets, strict=True):
-        chooser = Chooser(program, share, remat, twins, owners)
-        unsaved |= chooser.unsaved(chooser.within(budget))
-    return unsaved
+    for each, share in zip(enumerate(budgets), _shares(program, parts, owners), strict=True):
+        if each not in known:
+            chooser = Chooser(program, share, remat, twins, owners)
+            known[each] = {(node.name, index) for node, index in chooser.unsaved(chooser.within(each[1]))}
+    nodes = {node.name: node for node in program.graph.nodes}
+    return {(nodes[name], index) for each in enumerate(budgets) for name, index in known[each]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +240,8 @@ class Chooser:
         """The values saved within a budget, and those saved at a price little less."""
         low, high, best, wanted = LOW, HIGH, self.saved(HIGH), self.saved(LOW)
         for _ in range(HALVINGS):
+            if len(wanted - best) <= 1:  # no choice is between them
+                break
             price = (low + high) / 2
             saved = self.saved(price)
             if self.bytes_of(saved) <= budget:

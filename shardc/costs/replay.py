@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from itertools import product
 
 from torch import fx
@@ -111,7 +112,10 @@ def with_deaths(calls: Sequence[fx.Node], later: Collection[fx.Node]) -> CallsWi
 
 
 class _Replay:
-    """Runs calls on blocks. ``owners``: see ``owners_of``; ``kinds``: the class of each value's bytes."""
+    """Runs calls on blocks. ``owners``: see ``owners_of``; ``kinds``: the class of each value's bytes.
+
+    What is known of a call is found out once, whichever microbatch it runs for: ``sources``, ``workspace``, ``nbytes``.
+    """
 
     def __init__(
         self, program: Program, owners: Mapping[Value, Value], kinds: Mapping[Value, str], parameters: Collection[str]
@@ -120,6 +124,8 @@ class _Replay:
         self.parameters = {node: name for name, node in parameters_of(program).items() if name in parameters}
         self.below = stored_below(program)
         self.ledger = Ledger(parameters)
+        self.sources, self.workspace = cache(self._sources_of), cache(partial(workspace, program))
+        self.nbytes = cache(lambda value: nbytes(program.local_type(*value)))
 
     def step(self, parts: Parts) -> Ledger:
         """Run a program without stages."""
@@ -151,7 +157,7 @@ class _Replay:
                 self.ledger.hold(leaving[-1])
             blocks = find(env, base, operand(node)) if node in unchanged else self._results(env, base, node)
             self.ledger.put(env, node, blocks)
-            held = workspace(self.program, node)
+            held = self.workspace(node)
             work = (Block((node, WORKSPACE), held, "working"),) if held else ()
             self.ledger.hold(work)
             self.ledger.end_call(node)
@@ -164,16 +170,18 @@ class _Replay:
         """The blocks of a call's results: new ones, or those of the operand that a view shows."""
         if is_getitem(node):
             return (find(env, base, operand(node))[int(node.args[1])],)  # type: ignore[arg-type]
+        pairs = self.sources(node)
+        return tuple(self.new(value) if shown is None else find(env, base, shown)[0] for value, shown in pairs)
+
+    def _sources_of(self, node: fx.Node) -> list[tuple[Value, fx.Node | None]]:
+        """The results of a call, each with the operand that it is a view of, if it is one."""
         shown = {self.owners.get(self.program.value(each)): each for each in node.all_input_nodes}
-        results = []
-        for i in range(len(self.program.types(node))):
-            source = shown.get(self.owners.get((node, i), (node, i)))  # a result that is no tensor has no owner
-            results.append(self.new((node, i)) if source is None else find(env, base, source)[0])
-        return tuple(results)
+        values = ((node, i) for i in range(len(self.program.types(node))))
+        return [(value, shown.get(self.owners.get(value, value))) for value in values]  # what is no tensor has no owner
 
     def new(self, value: Value, of: Value | None = None) -> Block:
         """A block for a value, of its class or of that ``of`` another value; without bytes for one in the tier."""
-        size, is_below = nbytes(self.program.local_type(*value)), value[0] in self.below
+        size, is_below = self.nbytes(value), value[0] in self.below
         return Block(value, 0 if is_below else size, self.kinds.get(of or value, "working"), below=size * is_below)
 
 
@@ -278,7 +286,8 @@ class _RankReplay(_Replay):
         self.ledger.end_action("begin")
         for action in self.schedule.actions[self.rank]:
             self._do(action)
-            self.ledger.note_saved(self._kept())
+            if action.kind in COMPUTE:
+                self.ledger.note_saved(self._kept())
             self.ledger.end_action(str(action))
         self._end()
         self.ledger.end_action("end")

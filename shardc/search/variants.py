@@ -49,22 +49,23 @@ def reordered(whole: WholePlans) -> Iterator[Plan]:
 def recompute_less(whole: WholePlans, plan: Plan) -> None:
     """Compile a plan that saves as much as there is memory for, where it computed all of its blocks again.
 
-    What the peak holds besides changes with what is saved, so that some budgets are tried.
+    What the peak holds besides changes with what is saved, so that some budgets are tried, each with less than the one
+    before, and none after one that is too slow.
     """
-    memory, without = whole.task.memory, replace(plan, remat=None)
+    memory, less = whole.task.memory, replace(plan, remat=None)
     is_short = plan.remat is not None and plan.remat.budget is None and memory < float("inf")
     if not is_short or not whole.task.may_recompute:
         return
-    whole.compile([without])
-    if without not in whole.costs:
-        return
-    budget, less = whole.costs[without].memory["saved"], without
+    whole.compile([less])
+    budget = whole.costs[less].memory["saved"] if less in whole.costs else 0
     for _ in range(NUM_BUDGETS):
-        budget -= whole.costs[less].memory["peak"] - int(memory)
-        less = replace(plan, remat=Remat(budget=budget)) if budget > 0 else less
-        whole.compile([less])
-        if less not in whole.costs or whole.fits(less):
+        if less not in whole.costs or whole.fits(less) or not whole.may_surpass(less):
             return
+        budget -= whole.costs[less].memory["peak"] - int(memory)
+        if budget <= 0:
+            return
+        less = replace(plan, remat=Remat(budget=budget))
+        whole.compile([less])
 
 
 def saved_otherwise(whole: WholePlans, blocks: str | None) -> Iterator[Plan]:

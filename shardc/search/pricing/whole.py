@@ -151,6 +151,12 @@ class WholePlans:
         exposed = cost.seconds - cost.computing  # with the bubble of a pipeline
         return Found(plan, Price(cost.computing, exposed, **cost.memory, wire_bytes=cost.wire_bytes, flops=cost.flops))
 
+    def may_surpass(self, plan: Plan) -> bool:
+        """Whether a plan that takes as long as this one, and less memory, would be better than the best plan."""
+        best = self.ranked()[0]
+        is_fast = self.costs[plan].seconds < self.costs[best].seconds
+        return self.task.objective != "time" or is_fast or not self.fits(best)
+
     def fits(self, plan: Plan) -> bool:
         """Whether a rank has enough memory for a plan."""
         return self.costs[plan].memory["peak"] <= self.task.memory
