@@ -25,11 +25,11 @@ class Estimate:
     peak: float
 
 
-def num_stages_of(task: Task, num_blocks: int) -> list[int]:
-    """The numbers of stages that are tried: those that divide the devices, a block for each unless they are fixed."""
+def num_stages_of(task: Task, num_parts: int) -> list[int]:
+    """The numbers of stages that are tried: those that divide the devices, a part for each unless they are fixed."""
     if task.pipelines is not None and not any(task.pipelines):
         return []
-    most = task.devices if task.pipelines else min(task.devices, num_blocks)
+    most = task.devices if task.pipelines else min(task.devices, num_parts)
     sizes = [each for each in task.sizes.get(AXIS, range(2, most + 1)) if each > 1 and task.devices % each == 0]
     return [each for each in sizes if task.meshes is None or any(each in mesh for mesh in task.meshes)]
 

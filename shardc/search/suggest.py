@@ -18,7 +18,7 @@ from shardc.options import Remat, check_call, check_model
 from shardc.report.suggest.records import Candidate
 from shardc.search.found import Found
 from shardc.search.hints import hints
-from shardc.search.pipelines import num_stages_of, with_stages
+from shardc.search.pipelines import Estimate, num_stages_of, with_stages
 from shardc.search.pricing.compiling import REFUSALS
 from shardc.search.pricing.price import Pricer
 from shardc.search.pricing.whole import WholeCompiler, WholePlans
@@ -27,6 +27,7 @@ from shardc.search.reasons import reasons
 from shardc.search.refine import refine
 from shardc.search.search import Search
 from shardc.search.space.decision import decisions_of, tensors_of
+from shardc.search.space.lists import num_parts
 from shardc.search.space.plan import OPTIONS, Axis, Plan
 from shardc.search.space.shorten import Annotations, shortened
 from shardc.search.suggestion import Suggestion, Suggestions, plan_text
@@ -100,7 +101,7 @@ def suggest(
     if wire is not None:
         check_wire(wire, Mesh(device_ids=None, **dict.fromkeys(AXES, 1)))
     pricer = Pricer(model, args, kwargs, optimizer, wire)
-    remats = [Remat(f"{path}.*".lstrip(".")) for path in list(pricer.lists)[:1]]
+    remats = [] if pricer.blocks is None else [Remat(pricer.blocks)]
     task = question(
         devices, annotations, memory, links, device, nodes, fix or {}, objective, optimizer, remats,
     )  # fmt: skip
@@ -154,15 +155,30 @@ class _Suggesting:
         best = search.best()
         is_fitting = bool(best) and best[0].price.peak <= self.task.memory
         limit = PROMISING * best[0].price.seconds if is_fitting else float("inf")
+        estimates = list[Estimate]()
+        for num_stages in num_stages_of(self.task, num_parts(self.whole.compiler.model)):
+            found = self._estimates(search, num_stages, limit)
+            if found and not (estimates or self.pricer.longer or self._can_compile(found[0].plan)):
+                break  # a model that is compiled whole takes long, and some have no microbatches
+            estimates += found
+        return [each.plan for each in sorted(estimates, key=self._rank)[:NUM_WHOLE]]
+
+    def _estimates(self, search: Search, num_stages: int, limit: float) -> list[Estimate]:
+        """Plans with so many stages that are likely to take no more than ``limit`` seconds, the best first."""
         estimates = [
             estimate
-            for num_stages in num_stages_of(self.task, self.pricer.num_blocks)
             for each in search.for_stages(num_stages)
             for estimate in with_stages(each.plan, each.price, num_stages, self.num_samples, self.task.pipelines)
             if estimate.seconds <= limit
         ]
-        estimates.sort(key=lambda each: (self.task.excess(each.peak), each.seconds, str(each.plan)))
-        return [each.plan for each in estimates[:NUM_WHOLE]]
+        return sorted(estimates, key=self._rank)
+
+    def _rank(self, estimate: Estimate) -> tuple[object, ...]:
+        return self.task.excess(estimate.peak), estimate.seconds, str(estimate.plan)
+
+    def _can_compile(self, plan: Plan) -> bool:
+        self.whole.compile([plan])
+        return plan in self.whole.costs
 
     def _bound(self) -> float:
         """Seconds of all computing, evenly on all devices."""

@@ -21,7 +21,7 @@ NUM_OFFLOADED = 3  # plans that do not fit, of which parts are tried in host mem
 
 def compile_variants(whole: WholePlans, pricer: Pricer) -> None:
     """Compile what may be better than the best plan: ways to fit, those that change least first, then rings."""
-    blocks = next((f"{path}.*".lstrip(".") for path in pricer.lists), None)
+    blocks = pricer.blocks
     whole.compile(reordered(whole))
     _compute_or_save(whole, blocks)
     if not whole.fits(whole.ranked()[0]):

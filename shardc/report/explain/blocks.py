@@ -76,14 +76,6 @@ def modules_of(blocks: Blocks) -> tuple[str, ...]:
     return tuple(chain.from_iterable(blocks))
 
 
-def lists_side_by_side(lists: Mapping[str, Blocks]) -> list[tuple[str, ...]]:
-    """The paths of lists in groups: of one length and beside each other, since a model may walk them side by side."""
-    groups: dict[tuple[str, int], list[str]] = {}
-    for path, blocks in lists.items():
-        groups.setdefault((path.rpartition(".")[0], len(blocks)), []).append(path)
-    return list(map(tuple, groups.values()))
-
-
 def nearest_blocks(lists: Mapping[str, Blocks], names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """The modules of two blocks of each list: those that contain what is named, by a path, come first."""
     parts, kept = [name.split(".") for name in names], dict[str, tuple[str, ...]]()

@@ -17,8 +17,9 @@ from shardc.passes.lower.localize import changes_work, localize
 from shardc.passes.order import WHOLE
 from shardc.program.program import Program
 from shardc.program.traffic import collectives_of
-from shardc.report.explain.blocks import lists_side_by_side, modules_of, repeated_blocks, with_blocks
+from shardc.report.explain.blocks import modules_of, repeated_blocks, with_blocks
 from shardc.search.pricing.compiling import REFUSALS, PlanCompiler
+from shardc.search.space.lists import glob_of_blocks, lists_of
 from shardc.search.space.plan import Plan
 from shardc.wire import Wire
 
@@ -80,13 +81,18 @@ def _seconds(program: Program) -> tuple[float, float]:
     return computing, max(0.0, line.makespan - computing)
 
 
+def _num_parameters(compiler: PlanCompiler) -> int:
+    return len(list(compiler.model.parameters()))
+
+
 @dataclass(eq=False)
 class Pricer:
     """Prices plans of a model by compiling them for one and for two of its repeated blocks.
 
     One more block of a list costs what the second one does, so that the whole model's price is a sum: of what one block
-    costs, and of what each further block adds, for lists of one length together. ``lists``: the names of blocks by a
-    list's path; nothing where the model does not run with fewer of them. ``num_compiled`` counts.
+    costs, and of what each further block adds, for lists of one length together. A model of few blocks in several lists
+    is compiled whole. ``lists``: the names of blocks by a list's path; nothing where the model does not run with fewer
+    of them. ``num_compiled`` counts.
     """
 
     model: nn.Module
@@ -107,11 +113,13 @@ class Pricer:
         for path, blocks in self.lists.items():
             of_length.setdefault(len(blocks), []).append(path)
         self.longer = {tuple(paths): self._compiler(first | self._first(2, paths)) for paths in of_length.values()}
+        if sum(map(_num_parameters, (self.few, *self.longer.values()))) > len(list(self.model.parameters())):
+            self.few, self.longer = self._compiler({}), {}  # the whole model is compiled sooner
 
     @property
-    def num_blocks(self) -> int:
-        """The modules in blocks that the model runs one after the other."""
-        return sum(len(modules_of(self.lists[paths[0]])) for paths in lists_side_by_side(self.lists))
+    def blocks(self) -> str | None:
+        """A glob over the blocks of the model; None where it has no list of them."""
+        return glob_of_blocks(self.lists or lists_of(self.model))
 
     def _first(self, count: int, paths: Iterable[str]) -> dict[str, tuple[str, ...]]:
         return {path: modules_of(self.lists[path][:count]) for path in paths}

@@ -1,0 +1,42 @@
+"""The lists in which a model holds its blocks, whether these are alike or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+Lists = dict[str, tuple[str, ...]]  # the names of blocks, by the path of their list
+
+
+def lists_of(model: nn.Module) -> Lists:
+    """The outermost lists with several items that have modules in them, as a layer by itself has not."""
+    lists, queue = Lists(), [("", model)]
+    for path, module in queue:
+        children = dict(module.named_children())
+        blocks = tuple(name for name, child in children.items() if child._modules)
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(blocks) > 1:
+            lists[path] = blocks
+        else:
+            queue += [(f"{path}.{name}".lstrip("."), child) for name, child in children.items()]
+    return lists
+
+
+def num_parts(model: nn.Module) -> int:
+    """How many stages of a pipeline a model is good for: its blocks, or without such its matrices.
+
+    Lists of one length beside each other count once, since a model may walk them side by side.
+    """
+    kinds = {(path.rpartition(".")[0], len(blocks)) for path, blocks in lists_of(model).items()}
+    num_blocks = sum(length for _, length in kinds)
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    return num_blocks or len(matrices)
+
+
+def glob_of_blocks(lists: Iterable[str]) -> str | None:
+    """A glob over the blocks of all lists that are called alike, or of the first; None without a list."""
+    paths = list(lists)
+    names = {path.rpartition(".")[2] for path in paths}
+    if len(paths) > 1 and len(names) == 1:
+        return f"*.{names.pop()}.*"
+    return f"{paths[0]}.*".lstrip(".") if paths else None
