@@ -58,6 +58,11 @@ def test_blocks_are_the_items_of_the_outermost_lists(
     assert glob_of_blocks(lists) == glob
 
 
+def test_a_glob_of_blocks_matches_those_of_every_list_that_it_stands_for() -> None:
+    assert glob_of_blocks(["layers", "decoder.layers"]) == "layers.*", "*.layers.* would leave out the first"
+    assert glob_of_blocks(["norms", "layers"]) == "norms.*"
+
+
 def test_a_pipeline_is_found_for_blocks_that_alternate() -> None:
     with torch.device("meta"):
         model, x = alternating(), torch.empty(256, 64)

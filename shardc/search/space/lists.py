@@ -36,7 +36,7 @@ def num_parts(model: nn.Module) -> int:
 def glob_of_blocks(lists: Iterable[str]) -> str | None:
     """A glob over the blocks of all lists that are called alike, or of the first; None without a list."""
     paths = list(lists)
-    names = {path.rpartition(".")[2] for path in paths}
-    if len(paths) > 1 and len(names) == 1:
+    parents, names = ({path.rpartition(".")[i] for path in paths} for i in (0, 2))
+    if len(paths) > 1 and len(names) == 1 and all(parents):
         return f"*.{names.pop()}.*"
     return f"{paths[0]}.*".lstrip(".") if paths else None
