@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardc.language.machine import ANY, CollectiveKind, Device, Link, Machine, num_steps
+from shardc.language.machine import ANY, WHOLE_PAYLOAD, CollectiveKind, Device, Link, Machine, num_steps
 from shardc.language.mesh import Mesh
 from shardc.language.sharding import ceil_div, dtype_name
 from shardc.program.collective import wire_bytes
@@ -102,7 +102,7 @@ class Bench:
         return [*self.computing, *(case for _, case in self.sent), *both]
 
     def _collectives(self, axis: str) -> Iterator[tuple[Sent, Case]]:
-        """Collectives over one axis, of all kinds and sizes, on operands that nobody else reads."""
+        """Collectives over one axis, of all kinds and sizes, on operands that nobody else reads, and messages."""
 
         def send(kind: CollectiveKind, x: Tensor, args: tuple[Any, ...]) -> object:
             return self.comm.start(kind, [x.clone()], (axis,), *args, is_own=True)()
@@ -114,6 +114,9 @@ class Bench:
                 payload = x.nbytes * (count if kind == "all_gather" else 1)
                 sent = Sent(axis, kind, count, wire_bytes(kind, payload, count), ())
                 yield sent, Case(partial(send, kind, x, args))
+        for numel in SIZES if count > 1 else ():
+            x = torch.ones(numel, device=self.comm.device)
+            yield Sent(axis, "send", count, x.nbytes, ()), Case(lambda x=x: self.comm.rotate([[x]], (axis,))())  # type: ignore[misc]
 
     def _both(self, axis: str) -> tuple[Case, Case, Case]:
         """Matrix products, an all_reduce that takes about as long, and both at once."""
@@ -248,14 +251,18 @@ class Beside:
 
 
 def fitted_link(sent: Sequence[Sent], beside: Sequence[Beside]) -> Link:
-    """The latency and bandwidth of an axis that fit the median times best, for all collectives and for each kind."""
+    """The latency and bandwidth of an axis that fit the median times best, for all collectives and for each kind.
+
+    Messages to one rank are apart: a network may carry them faster than what all ranks send to all.
+    """
     kinds = dict.fromkeys(each.kind for each in sent)
     by_kind = tuple((kind, *_fitted([each for each in sent if each.kind == kind])) for kind in kinds)
     shares = []  # of the collective's time, the part during which the computation went on
     for each in beside:
         computing, sending, both = map(_median, (each.computing, each.sending, each.both))
         shares.append(min(1.0, max(0.0, (computing + sending - both) / min(computing, sending))))
-    return Link(*_fitted(sent), median(shares) if shares else 1.0, "the measured link", by_kind)
+    collectives = [each for each in sent if each.kind not in WHOLE_PAYLOAD]
+    return Link(*_fitted(collectives), median(shares) if shares else 1.0, "the measured link", by_kind)
 
 
 def _fitted(sent: Sequence[Sent]) -> tuple[float, float]:

@@ -48,7 +48,8 @@ class Link:
         return num_steps(kind, num_ranks) * latency + wire_bytes / bandwidth
 
     def of_kind(self, kind: str) -> tuple[float, float]:
-        """Latency and bandwidth of one kind of collective."""
+        """Latency and bandwidth of one kind of collective; ``send`` is that of all messages to one rank."""
+        kind = "send" if kind in WHOLE_PAYLOAD else kind
         return next(((each[1], each[2]) for each in self.kinds if each[0] == kind), (self.latency, self.bandwidth))
 
 

@@ -59,7 +59,7 @@ def stage_costs(stages: Stages) -> Costs:
     link = stage_link(stages.program)
     sent = {edge: _nbytes(stages.program, nodes) for edge, nodes in stage_edges(stages).items()}
     costs = (_stage_cost(stages, index) for index in range(len(stages.stages)))
-    return Costs(tuple(costs), link.latency, link.bandwidth, sent)
+    return Costs(tuple(costs), *link.of_kind("send"), sent)
 
 
 def _stage_cost(stages: Stages, index: int) -> StageCost:

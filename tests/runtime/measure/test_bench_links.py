@@ -36,6 +36,15 @@ def test_a_fit_finds_the_link_that_made_the_times() -> None:
     assert rough.latency == pytest.approx(2e-4, rel=0.2) and rough.bandwidth == pytest.approx(1.5e9, rel=0.2)
 
 
+def test_messages_to_one_rank_have_a_rate_of_their_own() -> None:
+    link = Link(2e-4, 1e9, kinds=(("send", 1e-4, 4e9),))
+    messages = [Sent("dp", "send", 4, size, (link.seconds("send", size, 4),)) for size in (2**12, 2**16, 2**20, 2**24)]
+    found = fitted_link([*sent(link), *messages], [])
+    assert (found.latency, found.bandwidth) == (pytest.approx(2e-4), pytest.approx(1e9))
+    for kind in ("send", "recv", "collective_permute"):
+        assert found.of_kind(kind) == (pytest.approx(1e-4), pytest.approx(4e9))
+
+
 @pytest.mark.parametrize("link", [Link(0, 1e9), Link(1e-3, 1e15)])
 def test_a_link_that_is_all_bandwidth_or_all_latency_has_no_negative_part(link: Link) -> None:
     found = fitted_link(sent(link, noise=1.3), [])
