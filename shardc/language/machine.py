@@ -287,7 +287,7 @@ class Machine:
     def text(self) -> str:
         """Two tables as text: the links, and the device."""
         links = [
-            (axis if kind == ALL else "", kind, f"{1e6 * latency:.1f}", f"{bandwidth / 1e9:.2f}", overlap)
+            (axis if kind == ALL else "", kind, f"{1e6 * latency:.1f}", f"{bandwidth / 1e9:.3g}", overlap)
             for axis, link in self.links.items()
             for kind, latency, bandwidth, overlap in (
                 (ALL, link.latency, link.bandwidth, f"{link.overlap:.0%}"), *((*each, "") for each in link.kinds)
