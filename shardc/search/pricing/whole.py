@@ -152,7 +152,7 @@ class WholePlans:
         return Found(plan, Price(cost.computing, exposed, **cost.memory, wire_bytes=cost.wire_bytes, flops=cost.flops))
 
     def may_surpass(self, plan: Plan) -> bool:
-        """Whether a plan that takes as long as this one, and less memory, would be better than the best plan."""
+        """Whether a plan that saves less than this one, and so takes at least its time, may be better than the best."""
         best = self.ranked()[0]
         is_fast = self.costs[plan].seconds < self.costs[best].seconds
         return self.task.objective != "time" or is_fast or not self.fits(best)

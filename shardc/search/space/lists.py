@@ -10,7 +10,7 @@ Lists = dict[str, tuple[str, ...]]  # the names of blocks, by the path of their 
 
 
 def lists_of(model: nn.Module) -> Lists:
-    """The outermost lists with several items that have modules in them, as a layer by itself has not."""
+    """The outermost lists with several blocks. A block is an item with modules of its own, unlike a single layer."""
     lists, queue = Lists(), [("", model)]
     for path, module in queue:
         children = dict(module.named_children())
@@ -34,7 +34,7 @@ def num_parts(model: nn.Module) -> int:
 
 
 def glob_of_blocks(lists: Iterable[str]) -> str | None:
-    """A glob over the blocks of all lists that are called alike, or of the first; None without a list."""
+    """A glob over the blocks of every list, if all lists have one name, or else of the first; None without a list."""
     paths = list(lists)
     parents, names = ({path.rpartition(".")[i] for path in paths} for i in (0, 2))
     if len(paths) > 1 and len(names) == 1 and all(parents):

@@ -45,13 +45,14 @@ def _grouped(names: Iterable[str], key_of: Mapping[str, str]) -> dict[str, list[
 
 
 def _stars(path: str, module: nn.Module) -> Iterator[tuple[str, str]]:
-    """The children of a module that repeat, by their path, with what stands for them in a glob.
+    """Pairs of a child's path and the text that stands for the child's name in a glob, for children that repeat.
 
-    In a list with like blocks all items; elsewhere modules whose names differ in a last number, where all are alike.
+    These are all items of a list with like blocks, and outside of lists like modules whose names end in a number.
     """
     children, prefix = dict(module.named_children()), f"{path}." if path else ""
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
-        yield from ((prefix + name, "*") for name in children if len(like_blocks(module)) > 1)
+        if len(like_blocks(module)) > 1:
+            yield from ((prefix + name, "*") for name in children)
         return
     stems = {name: re.sub(r"\d+$", "", name) for name, child in children.items() if child._modules}
     for stem, names in _grouped(stems, stems).items():
