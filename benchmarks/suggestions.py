@@ -1,7 +1,7 @@
 """Suggested plans beside plans by hand: predicted and measured step time of all, on the links of this machine.
 
     python benchmarks/suggestions.py                              # small, medium and experts on four ranks
-    python benchmarks/suggestions.py --models small --mbit 200    # over a network of 200 Mbit/s (Linux, as root)
+    python benchmarks/suggestions.py --models small --mbit 200    # a link of 200 Mbit/s for each rank (Linux, as root)
     python benchmarks/suggestions.py --share                      # no rank computes faster while others wait (as root)
 
 Measures links and processors as ``shardc bench-links`` does, asks ``shardc.suggest`` for the best plans, and trains
@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))  # the models; child processes inherit the path
@@ -28,11 +29,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 import torch.distributed as dist
-from bench import network
 from gpt import DATA
 from ours import EXPERT, SEQUENCE, TENSOR
 from processors import shares_left_behind, take_share
 from rounds import Ratio, everyone_first, ratio
+from switch import plug_in, switch
 from torch.distributed.device_mesh import init_device_mesh
 from trainer import PIPED, SIZES, Job, Trainer, batches, new_model
 
@@ -211,7 +212,9 @@ def _ms(seconds: float) -> str:
 def main() -> int:
     """Print the machine and a table for each model."""
     options = _parse()
-    with network(options.mbit), shares_left_behind(), Workers(options.ranks) as workers:
+    with TemporaryDirectory() as folder, switch(options.mbit), shares_left_behind(), Workers(options.ranks) as workers:
+        if options.mbit is not None:
+            workers.run(plug_in, options.mbit, folder)
         if options.share:
             workers.run(take_share)
         mesh = Mesh(device_ids=None, **{UNNAMED: options.ranks})
@@ -228,7 +231,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--link-rounds", type=int, default=5, help="rounds in which links and processors are measured")
     parser.add_argument("--top", type=int, default=5, help="suggestions that are run")
-    parser.add_argument("--mbit", type=int, help="limit the ranks' network to so many Mbit/s (Linux, as root)")
+    parser.add_argument("--mbit", type=int, help="a link of so many Mbit/s for each rank (Linux, as root)")
     parser.add_argument("--share", action="store_true", help="a share of the processors for each rank (Linux, as root)")
     return parser.parse_args()
 

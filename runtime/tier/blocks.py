@@ -1,14 +1,14 @@
 """A step of an optimizer on parameters in files, block by block.
 
 Elements of a parameter, of its gradient and of its states are read into memory, stepped there by the optimizer's own
-code, and written. While a block is stepped, the next one is read. The numbers are those of a step of the whole
+code, and written while the next block is read and stepped. The numbers are those of a step of the whole
 parameter, since the steps are elementwise. Little is in memory at a time, and it fits into a processor's cache.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -41,7 +41,7 @@ def part_of(optimizer: Optimizer) -> Any:
 
 
 class Blocks:
-    """Steps of parameters in blocks, and the memory of two blocks: one is stepped, one written and then read.
+    """Steps of parameters in blocks, and the memory of two blocks: one is written while the other is read and stepped.
 
     State: ``_memory``, of the tensors of these blocks by name, which serves all parameters.
     """
@@ -67,7 +67,7 @@ class Blocks:
         written = {PARAMETER: parameter, **of_elements}
         flat = {name: local(each).view(-1) for name, each in written.items()}
         flat[GRADIENT] = local(parameter.grad).reshape(-1)
-        for part, block in self._blocks(dict(flat)):
+        for part, block in self._blocks(dict(flat), writing):
             stepped, rest = _stepped(optimizer, group, block, others)
             for name in stepped.keys() - flat.keys():
                 written[name] = state[name] = torch.empty_like(parameter, dtype=stepped[name].dtype)
@@ -80,16 +80,14 @@ class Blocks:
             optimizer.state[parameter] = state
         increment_version([parameter, *map(local, written.values())])
 
-    def _blocks(self, flat: Tensors) -> Iterator[tuple[slice, Tensors]]:
-        """Elements, and what is in them; the next ones are read meanwhile, once the block before is written."""
+    def _blocks(self, flat: Tensors, writing: Sequence[Future[None]]) -> Iterator[tuple[slice, Tensors]]:
+        """Elements, and what is in them, read once the memory of the block before the last one is written."""
         size = BLOCK // max(each.itemsize for each in flat.values())
-        parts = [slice(begin, begin + size) for begin in range(0, flat[PARAMETER].numel(), size)]
-        reading = TRANSFERRING.submit(self._read, flat, parts[0], 0)
-        for i, part in enumerate(parts):
-            block = reading.result()
-            if i + 1 < len(parts):
-                reading = TRANSFERRING.submit(self._read, flat, parts[i + 1], (i + 1) % 2)
-            yield part, block
+        for i, begin in enumerate(range(0, flat[PARAMETER].numel(), size)):
+            if i > 1:
+                writing[i - 2].result()
+            part = slice(begin, begin + size)
+            yield part, self._read(flat, part, i % 2)
 
     def _read(self, flat: Tensors, part: slice, turn: int) -> Tensors:
         """Elements of tensors: copies of what is in files, and views of what is in memory.

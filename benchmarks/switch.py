@@ -1,0 +1,60 @@
+"""A link of its own for each rank: ranks on one host behind a switch, as hosts of a cluster are."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+from bench import network
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+BRIDGE, PORT, LINK = "switch", "port", "link0"
+NEW_NETWORK = 0x40000000  # CLONE_NEWNET; ``os.unshare`` is in Python 3.12 and later
+BURST = ("burst", "256kb", "latency", "200ms")
+
+
+@contextmanager
+def switch(mbit: int | None) -> Iterator[None]:
+    """A network for processes started in the block; if ``mbit`` is given, with a switch into which they ``plug_in``."""
+    with network():
+        if mbit is not None:
+            try:
+                _ip("link", "add", BRIDGE, "type", "bridge")
+                _ip("link", "set", BRIDGE, "up")
+            except (OSError, subprocess.CalledProcessError) as error:
+                raise SystemExit(f"--mbit needs a bridge in a network: Linux, and root's rights ({error})") from None
+        yield
+
+
+def plug_in(mbit: int, directory: str) -> None:
+    """Move this rank to a network whose only link leads to the switch, ``mbit`` Mbit/s in each direction.
+
+    The process group is made anew over that link; ``directory`` is an empty one, the same on all ranks.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    ctypes.CDLL(None).unshare(NEW_NETWORK)
+    _ip("link", "add", LINK, "type", "veth", "peer", "name", f"{PORT}{rank}", "netns", f"{os.getppid()}")
+    _ip("addr", "add", f"10.0.0.{rank + 1}/24", "dev", LINK)
+    _ip("link", "set", LINK, "up")
+    _limit(mbit, LINK)
+    at_the_switch = ("nsenter", f"--net=/proc/{os.getppid()}/ns/net")
+    _ip("link", "set", f"{PORT}{rank}", "master", BRIDGE, "up", within=at_the_switch)
+    _limit(mbit, f"{PORT}{rank}", within=at_the_switch)
+    os.environ["GLOO_SOCKET_IFNAME"] = LINK
+    store = FileStore(str(Path(directory) / "store"), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+
+
+def _limit(mbit: int, interface: str, within: tuple[str, ...] = ()) -> None:
+    bucket = ("tbf", "rate", f"{mbit}mbit", *BURST)
+    subprocess.run([*within, "tc", "qdisc", "add", "dev", interface, "root", *bucket], check=True)
+
+
+def _ip(*words: str, within: tuple[str, ...] = ()) -> None:
+    subprocess.run([*within, "ip", *words], check=True)
