@@ -88,6 +88,8 @@ PASSES: tuple[Pass, ...] = (
 UNANNOTATED: Pass = keep_dims  # up to here no pass reads an annotation, but for those of outputs and modules
 PROPAGATED: Pass = propagate  # every value has a sharding
 SETTLED: Pass = fuse_collectives  # later passes join, move and repeat collectives, but reduce and gather nothing new
+PLACED: Pass = offload  # up to here no pass reads one of LATE
+LATE = ("remat", "saved", "bucket", "overlap")  # options of the passes after it
 WHOLE, LOCAL = PASSES[-2:]  # the last program in global shapes, and the one that ranks run
 KEPT = (UNANNOTATED, WHOLE, LOCAL)  # passes whose programs a compiled model keeps
 
@@ -169,6 +171,10 @@ class Snapshots(Mapping[str, Program]):
             after = PASSES[last - 1] if last else None
             run_passes(self[start], self._keep, after, PASSES[until - 1], PASSES)
         return self[name] if found is None else found
+
+    def has(self, run: Pass) -> bool:
+        """Whether the program after a pass is kept, and need not be made again."""
+        return run.__name__ in self._programs
 
     def _keep(self, name: str, program: Program, seconds: float) -> None:
         self._programs.setdefault(name, program)

@@ -37,8 +37,10 @@ from shardc.options import Options
 from shardc.passes.order import (
     CAPTURE,
     KEPT,
+    LATE,
     LOCAL,
     PASSES,
+    PLACED,
     PROPAGATED,
     SETTLED,
     UNANNOTATED,
@@ -80,18 +82,19 @@ class Compiled:
     ``program``: the last one, in the shapes of one rank. ``after``: the program after capture and after each pass, by
     name. ``seconds``: how long each of them took. ``request``: what was asked, with example inputs on meta.
     ``captured``: the model as it was captured, which no pass touches but to bind rules; None where the program was made
-    of one for other sizes. ``rules``: the entries that the
-    table had for its ops, None for one without a rule.
+    of one for other sizes. ``rules``: the entries that the table had for its ops, None for one without a rule.
+    ``unused``: an error for each annotation without effect.
     """
 
     model: nn.Module
     program: Program
     convention: CallingConvention
-    after: Mapping[str, Program] = field(repr=False)
+    after: Snapshots = field(repr=False)
     seconds: Mapping[str, float] = field(default_factory=dict)
     request: Request | None = field(default=None, repr=False)
     captured: Captured | None = field(default=None, repr=False)
     rules: Mapping[Any, OpRule | None] = field(default_factory=dict, repr=False)
+    unused: tuple[ShardingError, ...] = field(default=(), repr=False)
 
     @property
     def mesh(self) -> Mesh:
@@ -136,18 +139,19 @@ def compile_request(
     """Capture a model, pin what is annotated, and run the passes.
 
     ``known``: the model as it was compiled before. Its capture is kept if the request would give the same, and so is
-    what the passes made of it that read no annotation. ``cache``: may have what the passes make of it.
+    what the first passes made of it, as far as they read nothing that has changed. ``cache``: may have what the passes
+    make of it.
 
     Raises a ShardingError for what the user did wrong, a CaptureError for a model that cannot be captured.
     """
-    making = Making(model, request)
+    making = Making(model, request, is_again=known is not None)
     matched = match_annotations(model, request)
     captured = capture_model(model, request, matched) if known is None else keep_capture(known, model, request, matched)
     first = making.begin(captured, matched)
-    resumed = None if known is None or captured is not known.captured else _unannotated_again(known, first)
+    again = making.resume(known, first) if known is not None and captured is known.captured else None
 
     def run() -> Compiled:
-        local = making.run(first) if resumed is None else making.run(resumed, after=UNANNOTATED)
+        local = making.run(first) if again is None else making.run(making.kept[again.__name__], after=again)
         if request.options.pipeline:
             schedule_of(local)  # raises for an op that needs the whole batch, and for a schedule that cannot run
         rules = _entries(captured.program, making.kept[UNANNOTATED.__name__])
@@ -182,7 +186,8 @@ class Making:
 
     State: ``kept``, the programs that later passes do not change, by the name of the pass before them, and functions
     that make earlier ones; ``seconds`` of each pass; ``unused``, an error for each annotation without effect;
-    ``of_groups``, those of which groups of ranks have a part each.
+    ``of_groups``, those of which groups of ranks have a part each. ``is_again``: the model was compiled before, and may
+    be once more, with other options.
     """
 
     model: nn.Module
@@ -191,6 +196,7 @@ class Making:
     seconds: dict[str, float] = field(default_factory=dict)
     unused: list[ShardingError] = field(default_factory=list)
     of_groups: set[str] = field(default_factory=set)
+    is_again: bool = False
     start: float = field(default_factory=time.perf_counter)
 
     def begin(self, captured: Captured, matched: Matched) -> Program:
@@ -204,12 +210,33 @@ class Making:
         self.seconds[CAPTURE] = time.perf_counter() - self.start
         return self.kept[CAPTURE]
 
+    def resume(self, known: Compiled, first: Program) -> Pass | None:
+        """Keep what passes made of the model before, and would make of ``first`` too; returns the last of these passes.
+
+        Until ``UNANNOTATED`` they read, of annotations, those of outputs alone; to cut stages they read everything.
+        Until ``PLACED`` they read everything but options that are ``LATE``.
+        """
+        before, same = known.at(CAPTURE), {name: getattr(first.options, name) for name in LATE}
+        is_late = before.pins == first.pins and before.mesh == first.mesh
+        is_late = is_late and replace(before.options, **same) == first.options
+        if is_late and known.after.has(PLACED):
+            self.unused = list(known.unused)
+            for run in (UNANNOTATED, PLACED):
+                self.kept[run.__name__] = replace(known.at(run), options=first.options)
+            return PLACED
+        outputs, outputs_before = ([pin for pin in each.pins if pin.kind == "output"] for each in (first, before))
+        if first.options.pipeline or before.options.pipeline or outputs != outputs_before:
+            return None
+        unannotated = replace(known.at(UNANNOTATED), mesh=first.mesh, pins=first.pins, options=first.options)
+        self.kept[UNANNOTATED.__name__] = unannotated
+        return UNANNOTATED
+
     def run(self, program: Program, after: Pass | None = None, until: Pass = LOCAL) -> Program:
         """Run all passes, or those after one, up to and including another."""
         if after is not None:
             self.seconds = {each.__name__: 0.0 for each in PASSES[: PASSES.index(after) + 1]} | self.seconds
             self.kept[after.__name__] = program
-        keep = (*KEPT, SETTLED) if self.request.strict else KEPT
+        keep = (*KEPT, *[SETTLED] * self.request.strict, *[PLACED] * self.is_again)
         names = {each.__name__ for each in keep}
 
         def watch(name: str, program: Program, took: float) -> None:
@@ -237,20 +264,9 @@ class Making:
             kept[name] = replace(kept[name], notes=(*kept[name].notes, *notes))
         request = replace(self.request, **_on_meta(self.request))
         return Compiled(
-            self.model, kept[LOCAL.__name__], convention, Snapshots(kept), self.seconds, request, captured, rules
-        )
-
-
-def _unannotated_again(known: Compiled, first: Program) -> Program | None:
-    """The known program after the passes that read no annotation, where they would make the same of ``first``.
-
-    Of annotations they read those of outputs alone; to cut the stages of a pipeline they read everything.
-    """
-    before = known.at(CAPTURE)
-    outputs, outputs_before = ([pin for pin in each.pins if pin.kind == "output"] for each in (first, before))
-    if first.options.pipeline or before.options.pipeline or outputs != outputs_before:
-        return None
-    return replace(known.at(UNANNOTATED), mesh=first.mesh, pins=first.pins, options=first.options)
+            self.model, kept[LOCAL.__name__], convention, Snapshots(kept), self.seconds, request, captured, rules,
+            tuple(self.unused),
+        )  # fmt: skip
 
 
 def _entries(*programs: Program) -> dict[Any, OpRule | None]:

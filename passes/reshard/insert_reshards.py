@@ -147,7 +147,7 @@ class _Rewriter:
                 current, target, lambda axis, dim: Need(axis, kind if dim is None else "fewest", dim),
                 self.propagated[value[0]][value[1]].get,
             )  # fmt: skip
-            why = self._change(node, target, endpoint(program, next(iter(node.users))), reasons)
+            why = self._change(node, target, endpoint(program, min(node.users)), reasons)
             with program.graph.inserting_after(node):
                 self.holder[value] = insert_reshard(program, node, target, node, why)
 

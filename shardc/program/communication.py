@@ -347,7 +347,7 @@ def layer(program: Program, node: fx.Node) -> str:
     """
     if program.source(node).phase == "update":
         return ""
-    module = program.source(node).module or program.source(next(iter(node.users), node)).module
+    module = program.source(node).module or program.source(min(node.users, default=node)).module
     numbered = re.match(r"(?:.*?\.)?\d+(?=\.|$)", module)
     return numbered[0] if numbered else module.partition(".")[0]
 

@@ -74,6 +74,8 @@ CHANGES: dict[str, list[tuple[dict[str, Any], bool]]] = {
         ({"annotations": {"*.weight": P("dp"), **gpt.DATA}, "zero": Zero("tp")}, False),
         ({"zero": None, "remat": Remat("blocks.*"), "annotations": gpt.MEGATRON}, False),
         ({"remat": Remat(budget=2**20), "strict": True}, False),
+        ({"remat": Remat(budget=2**19), "bucket": 1}, False),
+        ({"remat": Remat("blocks.*"), "saved": {"blocks.*": P("dp")}, "overlap": "ring"}, False),
         (
             {"remat": None, "strict": False, "mesh": Mesh(dp=2, pp=2), "pipeline": Pipeline(microbatches=2),
              "annotations": gpt.DATA}, False,
