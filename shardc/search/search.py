@@ -226,11 +226,13 @@ class Search:
         return self._priced(replace(plan, zero=zero) for zero in self.zeros(plan, axes, stages))
 
     def zeros(self, plan: Plan, axes: Iterable[str], stages: Iterable[int]) -> Iterator[Zero]:
-        """ZeRO over one of the axes, and over all of them in two steps where some are within nodes."""
+        """ZeRO over one of the axes, and over all of them, in backward over those within nodes, or one of them."""
         names, chosen = tuple(axes), [stage for stage in stages if stage]
         yield from (Zero(name, stage) for name in names for stage in chosen)  # type: ignore[arg-type]
         inside = tuple(name for name in names if self._is_inside(plan, name))
-        if 0 < len(inside) < len(names) and self.task.machine.between is not None:
+        if inside == names:
+            inside = names[-1:]
+        if 0 < len(inside) < len(names):
             over = inside if len(inside) > 1 else inside[0]
             yield from (Zero(names, stage, gather_over=over) for stage in chosen)  # type: ignore[arg-type]
 
