@@ -13,6 +13,8 @@ import torch.distributed as dist
 from bench import network
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from shardc.runtime.comm.messages import private_loopback
+
 BRIDGE, PORT, LINK = "switch", "port", "link0"
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET; ``os.unshare`` is in Python 3.12 and later
 BURST = ("burst", "256kb", "latency", "200ms")
@@ -21,13 +23,15 @@ BURST = ("burst", "256kb", "latency", "200ms")
 @contextmanager
 def switch(mbit: int | None) -> Iterator[None]:
     """A network for processes started in the block; if ``mbit`` is given, with a switch into which they ``plug_in``."""
-    with network():
-        if mbit is not None:
-            try:
-                _ip("link", "add", BRIDGE, "type", "bridge")
-                _ip("link", "set", BRIDGE, "up")
-            except (OSError, subprocess.CalledProcessError) as error:
-                raise SystemExit(f"--mbit needs a bridge in a network: Linux, and root's rights ({error})") from None
+    if mbit is None:
+        with network():
+            yield
+        return
+    with private_loopback() as is_private:
+        if not is_private:
+            raise SystemExit("--mbit needs networks of its own: Linux, and root's rights (unshare -n)")
+        _ip("link", "add", BRIDGE, "type", "bridge")
+        _ip("link", "set", BRIDGE, "up")
         yield
 
 
@@ -38,7 +42,8 @@ def plug_in(mbit: int, directory: str) -> None:
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
-    ctypes.CDLL(None).unshare(NEW_NETWORK)
+    if ctypes.CDLL(None).unshare(NEW_NETWORK):
+        raise OSError("this rank can have no network of its own")
     _ip("link", "add", LINK, "type", "veth", "peer", "name", f"{PORT}{rank}", "netns", f"{os.getppid()}")
     _ip("addr", "add", f"10.0.0.{rank + 1}/24", "dev", LINK)
     _ip("link", "set", LINK, "up")

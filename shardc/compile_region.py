@@ -59,7 +59,8 @@ class CompiledRegion:
             return None
         at = AtSizes(sizes)
         earlier = {name: partial(program.mapped, at) for name, program in before.kept.items()}
-        making = Making(before.model, replace(before.request, args=args, kwargs=kwargs), earlier, unused=before.unused)
+        request = replace(before.request, args=args, kwargs=kwargs)
+        making = Making(before.model, request, earlier, unused=before.unused, idle=before.idle)
         making.run(before.kept[WHOLE.__name__].mapped(at), after=WHOLE)
         outputs, objects = at(captured.convention.outputs), at(captured.convention.objects)
         convention = replace(captured.convention, outputs=outputs, objects=objects, signature=signature)

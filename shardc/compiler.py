@@ -83,7 +83,7 @@ class Compiled:
     name. ``seconds``: how long each of them took. ``request``: what was asked, with example inputs on meta.
     ``captured``: the model as it was captured, which no pass touches but to bind rules; None where the program was made
     of one for other sizes. ``rules``: the entries that the table had for its ops, None for one without a rule.
-    ``unused``: an error for each annotation without effect.
+    ``idle``: an error for each annotation that cuts nothing; None where a cache had the programs.
     """
 
     model: nn.Module
@@ -94,7 +94,7 @@ class Compiled:
     request: Request | None = field(default=None, repr=False)
     captured: Captured | None = field(default=None, repr=False)
     rules: Mapping[Any, OpRule | None] = field(default_factory=dict, repr=False)
-    unused: tuple[ShardingError, ...] = field(default=(), repr=False)
+    idle: tuple[ShardingError, ...] | None = field(default=None, repr=False)
 
     @property
     def mesh(self) -> Mesh:
@@ -185,9 +185,9 @@ class Making:
     """A model on its way through the compiler.
 
     State: ``kept``, the programs that later passes do not change, by the name of the pass before them, and functions
-    that make earlier ones; ``seconds`` of each pass; ``unused``, an error for each annotation without effect;
-    ``of_groups``, those of which groups of ranks have a part each. ``is_again``: the model was compiled before, and may
-    be once more, with other options.
+    that make earlier ones; ``seconds`` of each pass; ``unused``, an error for each annotation that says nothing new,
+    and ``idle``, for each that cuts nothing; ``of_groups``, those of which groups of ranks have a part each.
+    ``is_again``: the model was compiled before, and may be once more, with other options.
     """
 
     model: nn.Module
@@ -195,6 +195,7 @@ class Making:
     kept: dict[str, Any] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     unused: list[ShardingError] = field(default_factory=list)
+    idle: list[ShardingError] = field(default_factory=list)
     of_groups: set[str] = field(default_factory=set)
     is_again: bool = False
     start: float = field(default_factory=time.perf_counter)
@@ -216,13 +217,14 @@ class Making:
         Until ``UNANNOTATED`` they read, of annotations, those of outputs alone; to cut stages they read everything.
         Until ``PLACED`` they read everything but options that are ``LATE``.
         """
-        before, same = known.at(CAPTURE), {name: getattr(first.options, name) for name in LATE}
-        is_late = before.pins == first.pins and before.mesh == first.mesh
-        is_late = is_late and replace(before.options, **same) == first.options
-        if is_late and known.after.has(PLACED):
-            self.unused = list(known.unused)
+        before, late = known.at(CAPTURE), {name: getattr(first.options, name) for name in LATE}
+        is_same = (before.pins, before.mesh, before.num_stages) == (first.pins, first.mesh, first.num_stages)
+        is_same = is_same and replace(before.options, **late) == first.options
+        if is_same and known.idle is not None and known.after.has(PLACED):
+            self.idle = list(known.idle)
             for run in (UNANNOTATED, PLACED):
-                self.kept[run.__name__] = replace(known.at(run), options=first.options)
+                program = known.at(run)  # its options have the stages that were chosen
+                self.kept[run.__name__] = replace(program, options=replace(program.options, **late))
             return PLACED
         outputs, outputs_before = ([pin for pin in each.pins if pin.kind == "output"] for each in (first, before))
         if first.options.pipeline or before.options.pipeline or outputs != outputs_before:
@@ -246,7 +248,7 @@ class Making:
             if name == PROPAGATED.__name__:
                 unannotated = self.kept[UNANNOTATED.__name__]
                 idle = idle_annotations(unannotated, program)
-                self.unused += [idle_error(text) for text in idle if text not in self.of_groups]
+                self.idle = [idle_error(text) for text in idle if text not in self.of_groups]
 
         return run_passes(program, watch, after, until, keep=keep)
 
@@ -258,14 +260,14 @@ class Making:
         notes = (
             *filter(None, [slow_link_note(whole), outer_note(outer_entry(whole))]),
             *idle_axis_notes(whole),
-            *map(note_of, self.unused),
+            *map(note_of, (*self.unused, *self.idle)),
         )
         for name in (WHOLE.__name__, LOCAL.__name__):  # those that people look at
             kept[name] = replace(kept[name], notes=(*kept[name].notes, *notes))
         request = replace(self.request, **_on_meta(self.request))
         return Compiled(
             self.model, kept[LOCAL.__name__], convention, Snapshots(kept), self.seconds, request, captured, rules,
-            tuple(self.unused),
+            tuple(self.idle),
         )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 import torch
@@ -67,12 +67,15 @@ class Blocks:
         written = {PARAMETER: parameter, **of_elements}
         flat = {name: local(each).view(-1) for name, each in written.items()}
         flat[GRADIENT] = local(parameter.grad).reshape(-1)
-        for part, block in self._blocks(dict(flat), writing):
-            stepped, rest = _stepped(optimizer, group, block, others)
-            for name in stepped.keys() - flat.keys():
-                written[name] = state[name] = torch.empty_like(parameter, dtype=stepped[name].dtype)
-                flat[name] = local(state[name]).view(-1)
-            writing.append(TRANSFERRING.submit(_write, {name: flat[name][part] for name in stepped}, stepped))
+        try:
+            for part, block in self._blocks(dict(flat), writing):
+                stepped, rest = _stepped(optimizer, group, block, others)
+                for name in stepped.keys() - flat.keys():
+                    written[name] = state[name] = torch.empty_like(parameter, dtype=stepped[name].dtype)
+                    flat[name] = local(state[name]).view(-1)
+                writing.append(TRANSFERRING.submit(_write, {name: flat[name][part] for name in stepped}, stepped))
+        finally:
+            wait(writing)  # the memory of their blocks serves other parameters
         for each in writing:
             each.result()
         state.update(rest)

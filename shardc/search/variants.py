@@ -15,6 +15,7 @@ from shardc.search.space.plan import Plan
 
 NUM_RECOMPUTED = 4  # best plans, of which each that computes blocks again is tried with less of that
 NUM_BUDGETS, FULL = 4, 0.99  # of what is saved, until a plan fits and has its peak above this part of the memory
+STEEPEST = 2.0  # bytes of what is saved to a byte of the peak
 NUM_RINGED, CLEARLY = 3, 0.99  # best plans that are tried with rings, if these take less than this part of the time
 NUM_OFFLOADED = 3  # plans that do not fit, of which parts are tried in host memory
 
@@ -75,9 +76,14 @@ def recompute_less(whole: WholePlans, plan: Plan) -> None:
 
 
 def _budget(whole: WholePlans, *plans: Plan) -> int:
-    """What may be saved for the peak to fill the memory, on the line through two plans."""
+    """What may be saved for the peak to fill the memory, on the line through two plans.
+
+    Where that is no line of one rank, as their peaks are on two ranks of a pipeline, the peak is taken to grow by what
+    is saved.
+    """
     (saved, peak), (more, higher) = ((each["saved"], each["peak"]) for each in (whole.costs[p].memory for p in plans))
-    slope = (more - saved) / (higher - peak) if higher > peak else 1.0
+    slope = (more - saved) / (higher - peak) if higher > peak else 0.0
+    slope = slope if 1 / STEEPEST < slope < STEEPEST else 1.0
     return int(more - slope * (higher - (1 + FULL) / 2 * whole.task.memory))
 
 

@@ -45,12 +45,17 @@ class Branch(nn.Module):
 
 
 MESH = Mesh(dp=2, tp=2)
+TWICE = {"x": P("dp"), "up.weight": P("tp"), "*p.weight": P("tp")}
 DATA, MEGATRON = {"x": P("dp")}, {"x": P("dp"), "down.weight": P(None, "tp")}
 MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
     "two layers": lambda: (Net(), {"mesh": MESH, "annotations": DATA, "args": (torch.empty(8, 8),)}),
     "tied": lambda: (TiedModel(), {"mesh": MESH, "annotations": TIED, "kwargs": ids(0)}),
     "gpt": lambda: (gpt.gpt()[0], {"mesh": MESH, "annotations": gpt.MEGATRON, "args": gpt.gpt()[1]}),
-}
+    "pipelines": lambda: (
+        gpt.gpt()[0], {"mesh": Mesh(pp=4), "pipeline": Pipeline(microbatches=4, schedule="auto"), "args": gpt.gpt()[1]}
+    ),
+    "said twice": lambda: (Net(), {"mesh": MESH, "annotations": TWICE, "args": (torch.empty(8, 8),)}),
+}  # fmt: skip
 # Changes that follow each other, each of the result of the one before, and whether the model is captured again.
 CHANGES: dict[str, list[tuple[dict[str, Any], bool]]] = {
     "two layers": [
@@ -82,6 +87,18 @@ CHANGES: dict[str, list[tuple[dict[str, Any], bool]]] = {
         ),
         ({"pipeline": Pipeline(microbatches=4, schedule="gpipe", balance="time")}, False),
         ({"mesh": Mesh(dp=4, pp=2), "zero": Zero("dp", stage=1)}, False),
+        ({"remat": Remat("blocks.*")}, False),
+    ],
+    "pipelines": [
+        ({"bucket": 2**20}, False),
+        ({"bucket": 1}, False),
+        ({"mesh": Mesh(pp=2)}, False),
+        ({"remat": Remat("blocks.*")}, False),
+        ({"annotations": {"*.up.weight": P("pp")}, "pipeline": None, "remat": None}, False),
+    ],
+    "said twice": [
+        ({"bucket": 1}, False),
+        ({"annotations": {**DATA, "up.weight": P("tp")}}, False),
     ],
 }  # fmt: skip
 
