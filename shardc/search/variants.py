@@ -14,8 +14,7 @@ from shardc.search.pricing.whole import WholePlans
 from shardc.search.space.plan import Plan
 
 NUM_RECOMPUTED = 4  # best plans, of which each that computes blocks again is tried with less of that
-NUM_BUDGETS, FULL = 4, 0.99  # of what is saved, until a plan fits and has its peak above this part of the memory
-STEEPEST = 2.0  # bytes of what is saved to a byte of the peak
+NUM_BUDGETS = 4  # of what is saved, until a plan fits
 NUM_RINGED, CLEARLY = 3, 0.99  # best plans that are tried with rings, if these take less than this part of the time
 NUM_OFFLOADED = 3  # plans that do not fit, of which parts are tried in host memory
 
@@ -50,41 +49,23 @@ def reordered(whole: WholePlans) -> Iterator[Plan]:
 def recompute_less(whole: WholePlans, plan: Plan) -> None:
     """Compile a plan that saves as much as there is memory for, where it computed all of its blocks again.
 
-    The peak grows nearly in a line with what is saved, so that a budget is read off between a plan that fits and one
-    that does not. Some are tried, until little memory is left, or what does not fit is too slow already.
+    What the peak holds besides changes with what is saved, so that some budgets are tried, each with less than the one
+    before, and none after one that is too slow.
     """
     memory, less = whole.task.memory, replace(plan, remat=None)
     is_short = plan.remat is not None and plan.remat.budget is None and memory < float("inf")
     if not is_short or not whole.task.may_recompute:
         return
     whole.compile([less])
-    saves_least, saves_most = plan, less
+    budget = whole.costs[less].memory["saved"] if less in whole.costs else 0
     for _ in range(NUM_BUDGETS):
-        if saves_most not in whole.costs or whole.fits(saves_most) or not whole.may_surpass(saves_most):
+        if less not in whole.costs or whole.fits(less) or not whole.may_surpass(less):
             return
-        budget = _budget(whole, saves_least, saves_most)
+        budget -= whole.costs[less].memory["peak"] - int(memory)
         if budget <= 0:
             return
         less = replace(plan, remat=Remat(budget=budget))
         whole.compile([less])
-        if less not in whole.costs or not whole.fits(less):
-            saves_most = less
-        elif whole.costs[less].memory["peak"] > FULL * memory:
-            return
-        else:
-            saves_least = less
-
-
-def _budget(whole: WholePlans, *plans: Plan) -> int:
-    """What may be saved for the peak to fill the memory, on the line through two plans.
-
-    Where that is no line of one rank, as their peaks are on two ranks of a pipeline, the peak is taken to grow by what
-    is saved.
-    """
-    (saved, peak), (more, higher) = ((each["saved"], each["peak"]) for each in (whole.costs[p].memory for p in plans))
-    slope = (more - saved) / (higher - peak) if higher > peak else 0.0
-    slope = slope if 1 / STEEPEST < slope < STEEPEST else 1.0
-    return int(more - slope * (higher - (1 + FULL) / 2 * whole.task.memory))
 
 
 def saved_otherwise(whole: WholePlans, blocks: str | None) -> Iterator[Plan]:
