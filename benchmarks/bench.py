@@ -124,15 +124,30 @@ def network(mbit: int | None = None) -> Iterator[None]:
 
     Where the system allows none, a message says so and the block runs as usual; with ``mbit`` it is an error.
     """
+    with private_network(is_needed=mbit is not None):
+        if mbit is not None:
+            limit(mbit, loopback())
+        yield
+
+
+@contextmanager
+def private_network(is_needed: bool) -> Iterator[None]:
+    """A network of their own for processes started in the block; a message where there can be none.
+
+    Raises SystemExit instead if the network ``is_needed``.
+    """
     with private_loopback() as is_private:
         if not is_private:
             print("no private network here: what others send on loopback is counted too", file=sys.stderr)
-            if mbit is not None:
+            if is_needed:
                 raise SystemExit("--mbit needs a private network: Linux, and root's rights (unshare -n)")
-        if mbit is not None:
-            bucket = ("tbf", "rate", f"{mbit}mbit", "burst", "256kb", "latency", "200ms")
-            subprocess.run(["tc", "qdisc", "add", "dev", loopback(), "root", *bucket], check=True)
         yield
+
+
+def limit(mbit: int, interface: str, within: Sequence[str] = ()) -> None:
+    """Limit what an interface sends to ``mbit`` Mbit/s. ``within``: a command that runs others in another network."""
+    bucket = ("tbf", "rate", f"{mbit}mbit", "burst", "256kb", "latency", "200ms")
+    subprocess.run([*within, "tc", "qdisc", "add", "dev", interface, "root", *bucket], check=True)
 
 
 if __name__ == "__main__":

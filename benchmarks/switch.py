@@ -10,28 +10,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
-from bench import network
+from bench import limit, private_network
 from torch.distributed import FileStore  # type: ignore[attr-defined]
-
-from shardc.runtime.comm.messages import private_loopback
 
 BRIDGE, PORT, LINK = "switch", "port", "link0"
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET; ``os.unshare`` is in Python 3.12 and later
-BURST = ("burst", "256kb", "latency", "200ms")
 
 
 @contextmanager
 def switch(mbit: int | None) -> Iterator[None]:
     """A network for processes started in the block; if ``mbit`` is given, with a switch into which they ``plug_in``."""
-    if mbit is None:
-        with network():
-            yield
-        return
-    with private_loopback() as is_private:
-        if not is_private:
-            raise SystemExit("--mbit needs networks of its own: Linux, and root's rights (unshare -n)")
-        _ip("link", "add", BRIDGE, "type", "bridge")
-        _ip("link", "set", BRIDGE, "up")
+    with private_network(is_needed=mbit is not None):
+        if mbit is not None:
+            _ip("link", "add", BRIDGE, "type", "bridge")
+            _ip("link", "set", BRIDGE, "up")
         yield
 
 
@@ -47,18 +39,13 @@ def plug_in(mbit: int, directory: str) -> None:
     _ip("link", "add", LINK, "type", "veth", "peer", "name", f"{PORT}{rank}", "netns", f"{os.getppid()}")
     _ip("addr", "add", f"10.0.0.{rank + 1}/24", "dev", LINK)
     _ip("link", "set", LINK, "up")
-    _limit(mbit, LINK)
+    limit(mbit, LINK)
     at_the_switch = ("nsenter", f"--net=/proc/{os.getppid()}/ns/net")
     _ip("link", "set", f"{PORT}{rank}", "master", BRIDGE, "up", within=at_the_switch)
-    _limit(mbit, f"{PORT}{rank}", within=at_the_switch)
+    limit(mbit, f"{PORT}{rank}", within=at_the_switch)
     os.environ["GLOO_SOCKET_IFNAME"] = LINK
     store = FileStore(str(Path(directory) / "store"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-
-
-def _limit(mbit: int, interface: str, within: tuple[str, ...] = ()) -> None:
-    bucket = ("tbf", "rate", f"{mbit}mbit", *BURST)
-    subprocess.run([*within, "tc", "qdisc", "add", "dev", interface, "root", *bucket], check=True)
 
 
 def _ip(*words: str, within: tuple[str, ...] = ()) -> None:

@@ -226,7 +226,7 @@ class Search:
         return self._priced(replace(plan, zero=zero) for zero in self.zeros(plan, axes, stages))
 
     def zeros(self, plan: Plan, axes: Iterable[str], stages: Iterable[int]) -> Iterator[Zero]:
-        """ZeRO over one of the axes, and over all of them, in backward over those within nodes, or one of them."""
+        """ZeRO over each axis; and over all, where backward gathers over those within nodes, or over the last one."""
         names, chosen = tuple(axes), [stage for stage in stages if stage]
         yield from (Zero(name, stage) for name in names for stage in chosen)  # type: ignore[arg-type]
         inside = tuple(name for name in names if self._is_inside(plan, name))
