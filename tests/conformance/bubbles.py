@@ -1,10 +1,10 @@
-"""Pipelines whose stages sleep: how long their ranks idle, on gloo and simulated."""
+"""Pipelines whose stages sleep: what each part waits for, on gloo and simulated, and how long their ranks idle."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -21,20 +21,27 @@ from shardc.runtime.comm.comm import Comm
 from shardc.runtime.comm.distributed import make_device_mesh
 from shardc.runtime.execute.part import Env
 from shardc.runtime.pipeline.stages import StageRunner
+from shardc.schedules.schedule import Schedule, edges_into, operands
 from shardc.schedules.simulate import Costs, StageCost, simulate
 from shardc.schedules.timeline import Timeline
 
-LAYERS, MICROBATCHES, STEPS, TRIES = 8, 4, 2, 5
+LAYERS, MICROBATCHES, STEPS = 8, 4, 2
+SCALES = (1, 2, 4)  # of each try
+LAG = 0.5  # of the shortest part
 SECONDS = {"forward": 0.08, "input_gradient": 0.06, "weight_gradient": 0.04}  # of a stage, on four ranks
-NEAR = 0.05
+Span = tuple[float, float]  # when an action starts and ends
 
 
 @dataclass(frozen=True)
 class Case:
-    """A schedule on so many ranks of four, with stages that sleep; the last takes half as long again as the others."""
+    """A schedule on so many ranks of four, with stages that sleep; the last takes half as long again as the others.
+
+    All sleep ``scale`` times ``SECONDS``.
+    """
 
     schedule: str
     ranks: int
+    scale: int = 1
 
     def __str__(self) -> str:
         return f"{self.schedule} on {self.ranks} ranks"
@@ -55,12 +62,20 @@ class Case:
         return self.ranks * (2 if self.schedule == "interleaved" else 1)
 
     def seconds(self, stage: int, part: Part) -> float:
-        return SECONDS.get(part, 0) * 4 / self.ranks * (1.5 if stage == self.stages - 1 else 1)
+        return SECONDS.get(part, 0) * self.scale * 4 / self.ranks * (1.5 if stage == self.stages - 1 else 1)
 
-    def wanted(self) -> Timeline:
-        costs = (StageCost(*(self.seconds(stage, part) for part in SECONDS)) for stage in range(self.stages))  # type: ignore[arg-type]
+    @property
+    def shortest(self) -> float:
+        """Seconds of the shortest part."""
+        return self.seconds(0, "weight_gradient")
+
+    def planned(self) -> Schedule:
         compiled = shardc.compile(Model(), self.mesh, args=(data(),), pipeline=self.pipeline)
-        return simulate(schedule_of(compiled.program), Costs(tuple(costs)))
+        return schedule_of(compiled.program).compute_only()
+
+    def simulated(self, schedule: Schedule) -> Timeline:
+        costs = (StageCost(*(self.seconds(stage, part) for part in SECONDS)) for stage in range(self.stages))  # type: ignore[arg-type]
+        return simulate(schedule, Costs(tuple(costs)))
 
 
 CASES = tuple(Case(schedule, ranks) for ranks in (2, 4) for schedule in ("gpipe", "1f1b", "interleaved", "zb-h1"))
@@ -81,10 +96,11 @@ def data() -> Tensor:
     return torch.ones(8, 5, 6)
 
 
-def run_asleep(case: Case) -> list[tuple[float, float, float]]:
-    """When this rank's first scheduled part starts, when its last one ends, and how long it was busy, of some steps."""
+def run_asleep(case: Case) -> list[list[Span]]:
+    """The actions of each of some steps that this rank runs, in order."""
+    is_whole = case.schedule != "zb-h1"  # a backward is one action
     piped = shardc.parallelize(Model(), make_device_mesh(case.mesh), pipeline=case.pipeline)
-    whole, found, times = StageRunner.run, [], list[tuple[float, float]]()
+    whole, found, spans = StageRunner.run, [], list[Span]()
     piped(data())
 
     def run(self: StageRunner, part: Part, envs: Sequence[Env], comm: Comm) -> None:
@@ -92,29 +108,65 @@ def run_asleep(case: Case) -> list[tuple[float, float, float]]:
         whole(self, part, envs, comm)
         left = case.seconds(next(way.source for way in self.leaving), part) - (time.monotonic() - start)
         time.sleep(max(0, left))
-        if part in SECONDS:
-            times.append((start, time.monotonic()))
+        if part == "weight_gradient" and is_whole:
+            spans[-1] = (spans[-1][0], time.monotonic())
+        elif part in SECONDS:
+            spans.append((start, time.monotonic()))
 
     with mock.patch.object(StageRunner, "run", run):
         for _ in range(STEPS):
-            times.clear()
+            spans.clear()
             dist.barrier()
             piped(data())
-            found.append((times[0][0], times[-1][1], sum(end - start for start, end in times)))
+            found.append(list(spans))
     return found
 
 
-def bubble(ranks: Sequence[tuple[float, float, float]]) -> float:
+def lags(schedule: Schedule, ranks: Sequence[Sequence[Span]]) -> Iterator[float]:
+    """Seconds from the end of what each action waits for, its rank or its operands, to its start."""
+    entering = edges_into(schedule.edges)
+    rows = [list(zip(row, spans, strict=True)) for row, spans in zip(schedule.actions, ranks, strict=True)]
+    done = [(action, end) for row in rows for action, (_, end) in row if action.kind != "W"]
+    ends = {(action.stage, action.phase, action.microbatch): end for action, end in done}
+    for row in rows:
+        before: list[float] = []  # the end of the rank's action before
+        for action, (start, end) in row:
+            awaited = [*before, *(ends[result] for result, _ in operands(action, entering))]
+            if awaited:
+                yield start - max(awaited)
+            before = [end]
+
+
+def bubble(ranks: Sequence[Sequence[Span]]) -> float:
     """Seconds for which the busiest rank idles within a step of all ranks."""
-    starts, ends, busy = zip(*ranks, strict=True)
-    return max(ends) - min(starts) - max(busy)
+    busy = max(sum(end - start for start, end in spans) for spans in ranks)
+    return max(spans[-1][1] for spans in ranks) - min(spans[0][0] for spans in ranks) - busy
 
 
-def measured(workers: Any, case: Case, wanted: float) -> float:
-    """The least bubble of some steps, and of more where it is not near yet: other work makes one longer only."""
-    found = float("inf")
-    for _ in range(TRIES):
-        found = min(found, *map(bubble, zip(*workers(run_asleep, case), strict=True)))
-        if found <= (1 + NEAR) * wanted:
+@dataclass(frozen=True)
+class Found:
+    """Bubbles of a case in seconds, and the longest lag of a part as a share of the shortest part."""
+
+    simulated: float
+    measured: float
+    lag: float
+
+    @property
+    def is_right(self) -> bool:
+        """Whether no part waits for what the schedule does not say: that would take at least as long as a part."""
+        return self.lag <= LAG
+
+
+def measure(workers: Any, case: Case) -> Found:
+    """What a case idles on gloo. Stages sleep longer in each try, since other work delays a part by what it takes."""
+    schedule = case.planned()
+    found = []
+    for scale in SCALES:
+        each = replace(case, scale=scale)
+        for ranks in zip(*workers(run_asleep, each), strict=True):
+            pipelines = [ranks[first : first + case.ranks] for first in range(0, len(ranks), case.ranks)]
+            lag = max(max(lags(schedule, pipeline)) for pipeline in pipelines)
+            found.append(Found(each.simulated(schedule).bubble, bubble(ranks), lag / each.shortest))
+        if any(each.is_right for each in found):
             break
-    return found
+    return min(found, key=lambda found: found.lag)
