@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import accumulate
+from functools import cached_property, partial
+from itertools import accumulate, chain
 
 from torch import fx
 
@@ -27,12 +27,12 @@ from shardc.program.program import Program, Value
 from shardc.program.stages import StageAssignment, ValueKinds, stages_of
 
 from .cut_saved import cut_saved, pieces_of
+from .minimum_cut import Call, Cuts, Form, cuts_of
 
 FLOPS_PER_BYTE = 64  # between a CPU's, about 10, and a GPU's, about 150: products and attention are saved first
 WIRE = 16  # bytes of memory that are moved in the time of one on the wire
 SLANT = 0.1  # how much dearer the first byte saved is than the last: it is held longest, and like blocks differ
 WINDOW = 8  # calls on each side of a narrow place that are no narrower
-UNIT = 1024  # capacities are whole numbers of 1/1024 byte
 LOW, HIGH = -10.0, 24.0  # prices, as powers of 2: bytes moved that saving one less is worth
 HALVINGS = 12
 LUMPS = 3  # values that are tried to be held
@@ -162,8 +162,9 @@ class Chooser:
     """The values of one share of a program that are saved, for any price of a byte.
 
     Values are those that own their bytes (``owners``); their views cost nothing. ``read``: those that backward reads.
-    ``results``: what each call of forward makes of its own. ``held``: values that are saved at any price. ``pieces``:
-    the bytes on the device of those of which a rank saves a piece, or a copy in the tier below.
+    ``results``: what each call of forward makes of its own; ``numbers``: of these values in order. ``held``: values
+    that are saved at any price. ``pieces``: the bytes on the device of those of which a rank saves a piece, or a copy
+    in the tier below.
     """
 
     def __init__(
@@ -175,6 +176,7 @@ class Chooser:
         for value, owner in owners.items():
             if value == owner and value[0] in forward:
                 self.results.setdefault(value[0], []).append(value)
+        self.numbers = {value: i for i, value in enumerate(chain.from_iterable(self.results.values()))}
         self.read = {value for node in share.backward for value in self._operands(node)}
         self.free = {owners[program.value(node)] for node in program.results if node in forward}
         self.order = {node: i for i, node in enumerate(share.forward)}
@@ -268,23 +270,20 @@ class Chooser:
         return needed, again
 
     def saved(self, price: float) -> set[Value]:
-        """The values saved where a byte costs 2 to the power of ``price``."""
-        import networkx as nx  # few programs need it
-        from networkx.algorithms.flow import boykov_kolmogorov
+        """The values saved where a byte of one microbatch costs 2 to the power of ``price``."""
+        saved = self._cuts.saved(price, frozenset(self.numbers[value] for value in self.held))
+        return {value for value, number in self.numbers.items() if number in saved}
 
-        graph = nx.DiGraph()
-        graph.add_edges_from((("have", value), "sink") for value in self.read)
+    @cached_property
+    def _cuts(self) -> Cuts:
+        most = max(self.times.values(), default=1)
+        calls = []
         for node, values in self.results.items():
-            is_kept = node in self.fixed or any(value in self.held for value in values)
-            graph.add_edge("source", ("make", node), **({} if is_kept else {"capacity": UNIT * self.costs[node]}))
-            graph.add_edges_from((("have", value), ("make", node)) for value in self._operands(node))
             slant = 1 + SLANT * (1 - self.order[node] / len(self.order))
-            for value in values:
-                cost = round(UNIT * 2**price * slant * self._nbytes(value))
-                graph.add_edge(("make", node), ("have", value), capacity=cost)
-        _, (before, after) = nx.minimum_cut(graph, "source", "sink", flow_func=boykov_kolmogorov)
-        pairs = ((node, value) for node, values in self.results.items() for value in values)
-        return {value for node, value in pairs if ("make", node) in before and ("have", value) in after}
+            operands = sorted(self.numbers[value] for value in self._operands(node))
+            nbytes = tuple(slant * (self._nbytes(value) / most) for value in values)  # exactly alike in like stages
+            calls.append(Call(self.costs[node], node in self.fixed, tuple(operands), nbytes))
+        return cuts_of(Form(tuple(calls), tuple(sorted(self.numbers[value] for value in self.read))))
 
     def _operands(self, node: fx.Node) -> set[Value]:
         """The values of forward that a call reads."""

@@ -78,7 +78,7 @@ MAY_READ_TORCHS_META = {
     "shardc.program.opaque",
 }  # fmt: skip
 MAY_CUT_GRAPHS = {
-    "shardc.passes.lower.choose_saved",
+    "shardc.passes.lower.minimum_cut",
     "shardc.passes.reshard.choose_sides",
     "shardc.passes.canonicalize.cut_stages",
     "shardc.passes.verify",

@@ -18,7 +18,8 @@ from torch.nn import functional as F
 import shardc
 from shardc import Compiled, Mesh, P, Remat, ShardingError, Zero
 from shardc.costs.count import flops_of, flops_of_call
-from shardc.passes.lower.choose_saved import SLANT, UNIT, Chooser, Share
+from shardc.passes.lower.choose_saved import SLANT, Chooser, Share
+from shardc.passes.lower.minimum_cut import UNIT
 from shardc.program.lifetime import owners_of, split
 from shardc.runtime.simulator import interpret
 
