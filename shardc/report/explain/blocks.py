@@ -15,8 +15,8 @@ NUM_KEPT = 2  # blocks: the first one reads what is not a block, the last one is
 Blocks = tuple[tuple[str, ...], ...]  # the names of the modules of each block
 
 
-def repeated_blocks(model: nn.Module) -> dict[str, Blocks]:
-    """The blocks in each list with more than two like ones in a row; outermost lists alone.
+def repeated_blocks(model: nn.Module, more_than: int = NUM_KEPT) -> dict[str, Blocks]:
+    """The blocks in each list with more than two, or ``more_than``, like ones in a row; outermost lists alone.
 
     By the list's path. Of several rows the longest; modules before and after it are in no block.
     """
@@ -24,7 +24,7 @@ def repeated_blocks(model: nn.Module) -> dict[str, Blocks]:
     queue, visited = [("", model)], set[nn.Module]()
     for path, module in queue:
         row = like_blocks(module)
-        if len(row) > NUM_KEPT:
+        if len(row) > more_than:
             lists[path] = row
         elif module not in visited:
             queue += [(f"{path}.{name}".lstrip("."), child) for name, child in module.named_children()]

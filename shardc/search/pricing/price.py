@@ -17,7 +17,7 @@ from shardc.passes.lower.localize import changes_work, localize
 from shardc.passes.order import WHOLE
 from shardc.program.program import Program
 from shardc.program.traffic import collectives_of
-from shardc.report.explain.blocks import modules_of, repeated_blocks, with_blocks
+from shardc.report.explain.blocks import Blocks, modules_of, repeated_blocks, with_blocks
 from shardc.search.pricing.compiling import REFUSALS, PlanCompiler
 from shardc.search.space.lists import glob_of_blocks, lists_of
 from shardc.search.space.plan import Plan
@@ -92,7 +92,8 @@ class Pricer:
     One more block of a list costs what the second one does, so that the whole model's price is a sum: of what one block
     costs, and of what each further block adds, for lists of one length together. A model of few blocks in several lists
     is compiled whole. ``lists``: the names of blocks by a list's path; nothing where the model does not run with fewer
-    of them. ``num_compiled`` counts.
+    of them. ``few``: compiles one block of each list; ``longer``: two of those of some lists; ``whole``: the model,
+    where that is sooner. ``num_compiled`` counts.
     """
 
     model: nn.Module
@@ -104,25 +105,29 @@ class Pricer:
     _prices: dict[Any, tuple[Price, ...] | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.lists = repeated_blocks(self.model)
-        self.few = self._compiler(self._first(1, self.lists))
-        if self.lists and not self.few.can_capture:
-            self.lists, self.few = {}, self._compiler({})
-        first = self._first(1, self.lists)
-        of_length: dict[int, list[str]] = {}
+        self.lists, self.few = self._of_one(repeated_blocks(self.model))
+        of_length: dict[int, dict[str, Blocks]] = {}
         for path, blocks in self.lists.items():
-            of_length.setdefault(len(blocks), []).append(path)
-        self.longer = {tuple(paths): self._compiler(first | self._first(2, paths)) for paths in of_length.values()}
+            of_length.setdefault(len(blocks), {})[path] = blocks
+        first = self._first(1, self.lists)
+        self.longer = {tuple(lists): self._compiler(first | self._first(2, lists)) for lists in of_length.values()}
+        self.whole: PlanCompiler | None = None
         if sum(map(_num_parameters, (self.few, *self.longer.values()))) > len(list(self.model.parameters())):
-            self.few, self.longer = self._compiler({}), {}  # the whole model is compiled sooner
+            pairs, self.few = self._of_one(repeated_blocks(self.model, more_than=1))
+            self.whole, self.longer = self._compiler({}) if pairs else self.few, {}
+
+    def _of_one(self, lists: Mapping[str, Blocks]) -> tuple[Mapping[str, Blocks], PlanCompiler]:
+        """The lists and a compiler of one block of each; none, and the whole model's, where it does not run so."""
+        few = self._compiler(self._first(1, lists))
+        return (lists, few) if not lists or few.can_capture else ({}, self._compiler({}))
 
     @property
     def blocks(self) -> str | None:
         """A glob over the blocks of the model; None where it has no list of them."""
         return glob_of_blocks(self.lists or lists_of(self.model))
 
-    def _first(self, count: int, paths: Iterable[str]) -> dict[str, tuple[str, ...]]:
-        return {path: modules_of(self.lists[path][:count]) for path in paths}
+    def _first(self, count: int, lists: Mapping[str, Blocks]) -> dict[str, tuple[str, ...]]:
+        return {path: modules_of(blocks[:count]) for path, blocks in lists.items()}
 
     def _compiler(self, kept: Mapping[str, Sequence[str]]) -> PlanCompiler:
         return PlanCompiler(with_blocks(self.model, kept), self.args, self.kwargs)
@@ -136,6 +141,8 @@ class Pricer:
         few = self.of_few(plan, machines)
         if few is None:
             return None
+        if self.whole is not None:
+            return self._price(self.whole, plan, machines)
         total = list(few)
         for paths, compiler in self.longer.items():
             longer = self._price(compiler, plan, machines)
