@@ -218,7 +218,8 @@ class ValueKinds:
             for node in self.program.calls
             if (not adds_microbatches(node) and MICROBATCH in axes_of(node)) or node in twice or node in timed_late
         }
-        first = [node for node in sorted(whole_batch) if whole_batch.isdisjoint(node.all_input_nodes)]
+        read = {node: {self.program.value(each)[0] for each in node.all_input_nodes} for node in whole_batch}
+        first = [node for node in sorted(whole_batch) if whole_batch.isdisjoint(read[node])]
         errors: dict[str, OptionError] = {}  # the first at each location
         problem = "it needs the whole batch in the middle of a step, and a microbatch is a part of one"
         for node in first:
