@@ -198,6 +198,32 @@ def test_a_batch_norm_over_a_cut_batch_moves_two_numbers_a_channel_each_way(dtyp
         assert all(torch.isfinite(gradient).all() for gradient in gradients.values() if gradient is not None)
 
 
+@pytest.mark.parametrize("far", [0.0, 1000.0])
+def test_a_batch_norm_far_from_zero_is_as_exact_as_on_one_device_and_meets_once_each_way(far: float) -> None:
+    class Model(nn.Module):
+        def __init__(self, dtype: torch.dtype) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm2d(3, dtype=dtype)
+
+        def forward(self, x: Tensor, w: Tensor) -> Tensor:
+            return (self.norm(x) * w).square().mean()
+
+    torch.manual_seed(0)
+    x, w = torch.randn(8, 3, 6, 6) + far, torch.randn(8, 3, 6, 6)
+
+    def trained(model: nn.Module, *args: Tensor) -> Tensor:
+        loss = model(*args)
+        loss.backward()
+        numbers = [loss, *(each.grad for each in model.parameters()), *(each for each in model.buffers() if each.ndim)]
+        return torch.cat([each.detach().double().flatten() for each in numbers])
+
+    exact, alone = trained(Model(torch.float64), x.double(), w.double()), trained(Model(torch.float32), x, w)
+    parallel = shardc.parallelize(Model(torch.float32), Mesh(dp=4), {"[xw]": P("dp")})
+    assert (trained(parallel, x, w) - exact).norm() <= 3 * (alone - exact).norm() + 1e-6
+    sent = shardc.compile(Model(torch.float32), Mesh(dp=4), {"[xw]": P("dp")}, args=(x, w)).collectives
+    assert [each.phase for each in sent] == ["forward", "forward", "backward"], "statistics, the loss, and both sums"
+
+
 class Normed(nn.Module):
     """A norm over the last dims of what a cut layer makes; ``mul`` after it keeps its gradient from being zero."""
 
