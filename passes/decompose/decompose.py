@@ -109,7 +109,7 @@ def _decomposed(program: Program) -> Program:
         if not seen.isdisjoint(kinds):
             forms = _forms_behind(program, forms, kinds)
         seen |= kinds
-        program = program.copy(level="canonical")
+        program = program.edited(level="canonical") if taken_apart else program.copy(level="canonical")
         for node in [node for node in program.calls if _is_apart(forms, node)]:
             choice, expand = forms[node.name]
             with program.graph.inserting_before(node):
