@@ -100,7 +100,7 @@ def suggest(
     args, kwargs, num_samples = with_batch(model, args, kwargs, batch)
     if wire is not None:
         check_wire(wire, Mesh(device_ids=None, **dict.fromkeys(AXES, 1)))
-    pricer = Pricer(model, args, kwargs, optimizer, wire)
+    pricer = Pricer(model, args, kwargs, optimizer, wire, tuple(annotations or {}))
     remats = [] if pricer.blocks is None else [Remat(pricer.blocks)]
     task = question(
         devices, annotations, memory, links, device, nodes, fix or {}, objective, optimizer, remats,

@@ -271,6 +271,14 @@ def test_given_annotations_are_in_every_suggestion() -> None:
     assert all({"dp", "tp"} <= set(each.mesh.axis_names) for each in found)
 
 
+def test_an_annotation_may_name_one_block_of_many() -> None:
+    """One that is not among the few blocks by which plans are compared."""
+    model, args = transformer(width=128, samples=8, positions=16, layers=4)
+    given = {"blocks.3.mlp.down.weight": P(None, "tp")}
+    (found, *_) = shardc.suggest(model, 2, args=args, annotations=given, links="nvlink", device="h100", fix=NO_PIPELINE)
+    assert found.annotations.items() >= given.items()
+
+
 @pytest.mark.parametrize("name", ["dp", "data"])
 def test_an_axis_by_which_the_user_cuts_samples_is_one_of_samples(name: str) -> None:
     """So that ZeRO is over it."""

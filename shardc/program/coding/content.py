@@ -27,7 +27,9 @@ from shardc.wire import ACTIVATIONS, GRADIENTS, PARAMETERS, VALUES, Codec, codec
 
 aten = torch.ops.aten
 Step = tuple[tuple[str, ...], Codec]  # the axes, printed, of a part of a collective, and its codec
-STATISTICS = {aten.sum.dim_IntList, aten.sum.default}  # of activations: few numbers, on which much depends
+STATISTICS = {  # of activations: few numbers, on which much depends
+    aten.sum.dim_IntList, aten.sum.default, aten.native_batch_norm_backward.default,
+}  # fmt: skip
 SCALED = {aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar}
 FEWEST = 256
 CODED = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "collective_permute")

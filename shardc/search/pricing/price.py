@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from shardc.capture.annotations import named_by
+from shardc.capture.call import names_of
 from shardc.costs.count import flops_of, on_machine
 from shardc.costs.memory import memory_of
 from shardc.costs.step_time import COMPUTING, step_timeline
@@ -92,8 +94,8 @@ class Pricer:
     One more block of a list costs what the second one does, so that the whole model's price is a sum: of what one block
     costs, and of what each further block adds, for lists of one length together. A model of few blocks in several lists
     is compiled whole. ``lists``: the names of blocks by a list's path; nothing where the model does not run with fewer
-    of them. ``few``: compiles one block of each list; ``longer``: two of those of some lists; ``whole``: the model,
-    where that is sooner. ``num_compiled`` counts.
+    of them, or where patterns ``given`` by the user name others. ``few``: compiles one block of each list; ``longer``:
+    two of those of some lists; ``whole``: the model, where that is sooner. ``num_compiled`` counts.
     """
 
     model: nn.Module
@@ -101,6 +103,7 @@ class Pricer:
     kwargs: Mapping[str, Any]
     optimizer: str = "adamw"
     wire: Wire | None = None
+    given: Sequence[str] = ()
     num_compiled: int = 0
     _prices: dict[Any, tuple[Price, ...] | None] = field(default_factory=dict)
 
@@ -119,7 +122,12 @@ class Pricer:
     def _of_one(self, lists: Mapping[str, Blocks]) -> tuple[Mapping[str, Blocks], PlanCompiler]:
         """The lists and a compiler of one block of each; none, and the whole model's, where it does not run so."""
         few = self._compiler(self._first(1, lists))
-        return (lists, few) if not lists or few.can_capture else ({}, self._compiler({}))
+        return (lists, few) if not lists or (few.can_capture and self._has_all(few)) else ({}, self._compiler({}))
+
+    def _has_all(self, few: PlanCompiler) -> bool:
+        """Whether the user's annotations have what they name in a model of few blocks."""
+        names = names_of(few.model, few.args, few.kwargs)
+        return all(named_by(pattern, names) for pattern in self.given)
 
     @property
     def blocks(self) -> str | None:

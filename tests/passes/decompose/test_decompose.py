@@ -199,7 +199,7 @@ def test_a_batch_norm_over_a_cut_batch_moves_two_numbers_a_channel_each_way(dtyp
 
 
 @pytest.mark.parametrize("far", [0.0, 1000.0])
-def test_a_batch_norm_far_from_zero_is_as_exact_as_on_one_device_and_meets_once_each_way(far: float) -> None:
+def test_a_batch_norm_far_from_zero_is_as_exact_as_on_one_device(far: float) -> None:
     class Model(nn.Module):
         def __init__(self, dtype: torch.dtype) -> None:
             super().__init__()
@@ -220,8 +220,6 @@ def test_a_batch_norm_far_from_zero_is_as_exact_as_on_one_device_and_meets_once_
     exact, alone = trained(Model(torch.float64), x.double(), w.double()), trained(Model(torch.float32), x, w)
     parallel = shardc.parallelize(Model(torch.float32), Mesh(dp=4), {"[xw]": P("dp")})
     assert (trained(parallel, x, w) - exact).norm() <= 3 * (alone - exact).norm() + 1e-6
-    sent = shardc.compile(Model(torch.float32), Mesh(dp=4), {"[xw]": P("dp")}, args=(x, w)).collectives
-    assert [each.phase for each in sent] == ["forward", "forward", "backward"], "statistics, the loss, and both sums"
 
 
 class Normed(nn.Module):
