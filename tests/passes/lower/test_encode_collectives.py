@@ -246,6 +246,17 @@ def test_largest_values_and_sums_of_a_softmax_are_sent_as_they_are() -> None:
     assert "uint8" in {each.dtype for each in compiled.collectives}
 
 
+def test_sums_of_a_batch_norm_are_sent_as_they_are() -> None:
+    """Those of forward and of backward, on which the gradients of layers before it depend."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 512), nn.BatchNorm1d(512), nn.Tanh(), nn.Linear(512, 8), nn.Tanh())
+    call = (torch.randn(16, 8),)
+    compiled = compile(model, Mesh(dp=4), {"input": P("dp")}, args=call, wire={"dp": "int8"})
+    (_, plain), (_, coded) = (compiled.recompile(wire=wire).simulate(*call) for wire in (None, {"dp": "int8"}))
+    assert all(torch.equal(plain[name], coded[name]) for name in ("1.weight", "1.bias"))
+    assert not any(torch.equal(plain[name], coded[name]) for name in ("0.weight", "3.weight"))
+
+
 def test_gradients_are_sent_while_the_next_ones_are_encoded() -> None:
     """The sum of a bucket is made after the next one is sent, and it is decoded after the next one's sum is."""
     model, call, _, annotations = gpt(Mesh(dp=4))

@@ -14,6 +14,7 @@ from hf_models import COLUMNS, GATED, ROWS, SIZES
 from parallel_models import whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import shardc
@@ -75,6 +76,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], int]] = {  # with the most captur
     "divides by the length": (lambda y: y.sum(1) / y.shape[1], 3),
     "divides by a root of it": (lambda y: y.sum(1) / y.shape[1] ** 0.5, 3),
     "takes a mean and a variance": (lambda y: y.mean(1) + y.var(1), 3),
+    "has a norm over the batch and it": (lambda y: F.batch_norm(y.mT, None, None, training=True).sin().sum(2), 3),
     "branches on the length": (lambda y: y * 2 if y.shape[1] > 16 else y.cumsum(1), 5),
     "branches on a number of a tensor": (lambda y: y * 2 if torch.arange(y.shape[1]).sum() > 100 else y, 5),
     "looks back": (lambda y: y[:, -4:].sum(1) + y[:, :3].sum(1) + y[:, 2 : y.shape[1] // 2].sum(1), 8),
