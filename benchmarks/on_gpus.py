@@ -14,6 +14,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ import torch
 import torch.distributed as dist
 from gpt import DATA
 from ours import PLANS, SEQUENCE, TENSOR, Plan
-from torch import Tensor
+from torch import Tensor, nn
 from trainer import SIZES, Job, Trainer, batches, new_model
 
-from shardc import Mesh, Momentum, Pipeline, Zero, step_in_backward
+import shardc
+from shardc import Mesh, Momentum, P, Pipeline, Zero, step_in_backward
 from shardc.runtime.comm.distributed import start_job
 
 SIZE, STEPS, VIRTUAL_RANKS = SIZES["tiny"], 4, 4
@@ -54,6 +56,9 @@ OWN_PLANS = {
 }  # fmt: skip
 
 
+NORM = "shardc dp, batch norm"
+
+
 class VirtualJob(Job):
     """A job whose ranks are all in this process, on one device."""
 
@@ -77,10 +82,11 @@ def main() -> int:
     ranks = dist.get_world_size()
     job = Job(ranks, "loop", options.device) if ranks > 1 else VirtualJob(VIRTUAL_RANKS, "loop", options.device)
     wrong = []
-    for name, plan in OWN_PLANS.items():
+    for name, plan in {**OWN_PLANS, NORM: None}.items():
         if options.only not in name or (ranks == 1 and "inductor" in name):
             continue
-        distance, bound = difference(name, plan, job), 5e-3 if "bf16" in name or name in {**CODED, **FEEDBACK} else 1e-4
+        distance = difference_of_norm(job) if plan is None else difference(name, plan, job)
+        bound = 5e-3 if "bf16" in name or name in {**CODED, **FEEDBACK} else 1e-4
         wrong += [name] if distance > bound else []
         if dist.get_rank() == 0:
             print(f"{name}: losses differ by {distance:.1e} of at most {bound:.0e}", flush=True)
@@ -96,6 +102,36 @@ def difference(name: str, plan: Any, job: Job) -> float:
     trainer, may_wait = plan.trainer(model, job, SIZE), isinstance(job, VirtualJob) or name in STEPPED
     found = losses(trainer, job.device, may_wait, name in STEPPED)
     return max(abs(one - other) / other for one, other in zip(found, expected, strict=True))
+
+
+class Normed(nn.Module):
+    """A convolution and its norm over the batch, whose sums are those of a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The loss of images."""
+        result: Tensor = self.norm(self.convolution(x)).sin().square().mean()
+        return result
+
+
+def difference_of_norm(job: Job) -> float:
+    """The same of a batch norm over a batch that all ranks share."""
+    torch.manual_seed(0)
+    plain, x = Normed().to(job.device), torch.randn(16, 3, 16, 16).to(job.device)
+    parallel = shardc.parallelize(deepcopy(plain), job.mesh("dp"), {"x": P("dp")})
+    results = []
+    for model in (plain, parallel):
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        for _ in range(STEPS):
+            loss = model(x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(float(loss.detach()))
+    return abs(results[1] - results[0]) / results[0]
 
 
 def losses(trainer: Any, device: str, may_wait: bool = False, is_stepped: bool = False) -> list[float]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import on_gpus
 import pytest
-from on_gpus import OWN_PLANS, VirtualJob, difference
+from on_gpus import OWN_PLANS, VirtualJob, difference, difference_of_norm
 from torch import nn
 from trainer import Job, Size, Trainer
 
@@ -19,6 +19,10 @@ VIRTUAL = VirtualJob(4, "loop", "cpu")
 @pytest.mark.parametrize("name", ["shardc tp", "shardc zb-v, offloaded"])
 def test_a_plan_trains_as_the_plain_model(name: str) -> None:
     assert difference(name, OWN_PLANS[name], VIRTUAL) < 1e-5
+
+
+def test_a_batch_norm_trains_as_the_plain_one() -> None:
+    assert difference_of_norm(VIRTUAL) < 1e-5
 
 
 @dataclass
