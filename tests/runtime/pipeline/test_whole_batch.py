@@ -52,7 +52,7 @@ class Centred(Layers):
 
 
 MODELS = {
-    Normed: "_native_batch_norm_legit_no_training in norm, {}: aten._native_batch_norm_legit_no_training.default ",
+    Normed: "sub in norm, {}: aten.sub.Tensor reads ",
     Routed: "reduce_scatter_microbatch in {}: sum_6 is i64[2, 2]{{sum microbatch}}",
     Balanced: "in {}: aten.expand.default reads unsqueeze, made of a sum over the batch",
     Centred: "sub in {}: aten.sub.Tensor reads all_reduce_microbatch, made of a sum over the batch",
