@@ -54,8 +54,6 @@ OWN_PLANS = {
     "shardc tp, saved on the host": SAVED_BELOW, "shardc tp + sequence, in rings": RINGS,
     **{name: Plan("dp", DATA, options) for name, options in FEEDBACK.items()},
 }  # fmt: skip
-
-
 NORM = "shardc dp, batch norm"
 
 
@@ -105,7 +103,7 @@ def difference(name: str, plan: Any, job: Job) -> float:
 
 
 class Normed(nn.Module):
-    """A convolution and its norm over the batch, whose sums are those of a kernel."""
+    """A convolution and a batch norm; the language models of the other plans have none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +116,7 @@ class Normed(nn.Module):
 
 
 def difference_of_norm(job: Job) -> float:
-    """The same of a batch norm over a batch that all ranks share."""
+    """How far the last loss of a model with a batch norm is from the plain model's, where ranks share the batch."""
     torch.manual_seed(0)
     plain, x = Normed().to(job.device), torch.randn(16, 3, 16, 16).to(job.device)
     parallel = shardc.parallelize(deepcopy(plain), job.mesh("dp"), {"x": P("dp")})

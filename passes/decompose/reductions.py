@@ -228,7 +228,7 @@ def _batch_norm(emit: Emitter) -> list[fx.Node | None]:
 
 
 def _channel_moments(emit: Emitter, x: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Mean and variance of each channel; the squares are those of what differs from the mean of all."""
+    """Mean and variance of each channel. The mean is subtracted before squaring: far from zero that is more exact."""
     count = _count(emit)
     mean = emit(aten.div.Tensor, _sum(emit, x), count)
     shifted = emit(aten.sub.Tensor, x, _spread(emit, mean))
@@ -237,9 +237,9 @@ def _channel_moments(emit: Emitter, x: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 
 def _channel_sums(emit: Emitter, gradient: fx.Node, x: fx.Node, mean: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """The sums over each channel of ``gradient * (x - mean)`` and of ``gradient``, in one kernel.
+    """For each channel the sums of ``gradient * (x - mean)`` and of ``gradient``, in one kernel.
 
-    They are gradients of the weight and the bias of a norm whose statistics are given.
+    It is the backward of a batch norm in eval mode, whose gradients of weight and bias are these sums.
     """
     one, is_training, is_given = emit(aten.ones_like.default, mean), False, [False, True, True]
     norm = aten.native_batch_norm_backward.default
@@ -265,8 +265,8 @@ def _moving(emit: Emitter, name: str, new: fx.Node) -> fx.Node:
 def _batch_norm_backward(emit: Emitter) -> list[fx.Node | None]:
     """The gradients of input, weight and bias, those that the op gives.
 
-    The one of the input is ``scale * (g - mean(g) - normal * mean(g * normal))``, of which ``g`` is the gradient that
-    comes in, ``normal`` the normalized input, and ``scale`` the weight by the deviation.
+    The gradient of the input is ``scale * (g - mean(g) - normal * mean(g * normal))``. Here ``g`` is the gradient of
+    the output, ``normal`` the normalized input, and ``scale`` the weight divided by the standard deviation.
     """
     given, count = emit.given, _count(emit)
     mean, inverse = given["save_mean"], given["save_invstd"]

@@ -13,9 +13,10 @@ NUM_FORMS = 64  # whose cuts are kept
 
 
 class Call(NamedTuple):
-    """A call of forward. ``cost``: of repeating it, in bytes; ``operands``: numbers of values.
+    """A call of forward. Values have numbers, in the order in which calls make them.
 
-    ``results``: bytes to save each value that it makes; values are numbered in the order in which they are made.
+    ``cost``: what it costs to repeat the call, as bytes that are moved. ``is_fixed``: it may not be repeated.
+    ``operands``: the numbers of the values that it reads. ``results``: for each value that it makes, the bytes to save.
     """
 
     cost: int
@@ -35,7 +36,7 @@ class Form(NamedTuple):
 class Cuts:
     """The cuts of one form.
 
-    State: ``_known``, by the values that are held at any price, pairs of a price and what is saved, in order.
+    State: ``_known``, for each set of values that must be saved, the prices tried so far, each with what it saves.
     """
 
     form: Form

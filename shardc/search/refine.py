@@ -42,8 +42,8 @@ class _Refinement:
     def run(self, start: Found, moves: Sequence[Move], clearly: float = CLEARLY) -> None:
         """Change one thing of a plan, go on from the better one, and end once no change of it makes it better.
 
-        ``clearly``: a plan that takes longer for one block, by more than this factor, is not priced for all of them;
-        any that does where these are compiled whole.
+        ``clearly``: a plan that takes longer for one block, by more than this factor, is not priced for all of them.
+        Where that price needs a compile of the whole model, the factor is 1.
         """
         best, num_in_vain = start, 0
         clearly = clearly if self.search.pricer.whole is None else 1.0

@@ -120,12 +120,15 @@ class Pricer:
             self.whole, self.longer = self._compiler({}) if pairs else self.few, {}
 
     def _of_one(self, lists: Mapping[str, Blocks]) -> tuple[Mapping[str, Blocks], PlanCompiler]:
-        """The lists and a compiler of one block of each; none, and the whole model's, where it does not run so."""
+        """The lists, and a compiler for the model with one block of each list.
+
+        No lists, and a compiler for the whole model, if the smaller model cannot run or lacks what the user annotates.
+        """
         few = self._compiler(self._first(1, lists))
         return (lists, few) if not lists or (few.can_capture and self._has_all(few)) else ({}, self._compiler({}))
 
     def _has_all(self, few: PlanCompiler) -> bool:
-        """Whether the user's annotations have what they name in a model of few blocks."""
+        """Whether each of the user's annotations names something in a model of few blocks."""
         names = names_of(few.model, few.args, few.kwargs)
         return all(named_by(pattern, names) for pattern in self.given)
 
