@@ -1,4 +1,4 @@
-"""One compiled call: a user's tensors through the program, as one node of torch's autograd graph.
+"""One compiled call: runs a program on the user's tensors, as one node of torch's autograd graph.
 
 ``loss.backward()`` enters at ``ProgramFunction.backward``; autograd puts the gradients that it returns into ``.grad``.
 """
@@ -60,14 +60,15 @@ class Compilation(Protocol):
 
 
 class CompiledCall:
-    """A program that runs for every call of one signature. ``gather`` gathers parameters that are stored cut.
+    """A program that runs for every call of one signature.
 
-    ``gate``: of the module, which all ranks pass before collectives; ``text``: what they compare of the program.
-    ``is_of_region``: whether the program is one for a region of sizes, at the call's.
+    ``gather``: gathers parameters that are stored cut. ``gate``: the module's, which all ranks pass before collectives;
+    ``text``: the text of the program that they compare. ``is_of_region``: whether the program is that of a region of
+    sizes, at the sizes of the call.
 
-    Inputs and outputs of the program are known by index. ``_saved_inputs`` and ``_saved_outputs``: those whose memory
-    backward reads; ``_copied_inputs``: those among them that forward writes. ``_own_gradients``: gradients that
-    share no memory with others.
+    Inputs and outputs of the program are given by index. ``_saved_inputs`` and ``_saved_outputs``: those whose memory
+    backward reads; ``_copied_inputs``: the saved inputs that forward writes. ``_own_gradients``: gradients that share
+    no memory with others.
     """
 
     def __init__(self, compilation: Compilation, conversion: Conversion, runner: Runner,
@@ -95,20 +96,23 @@ class CompiledCall:
         self._saved_inputs = [i for i in range(len(self.program.inputs)) if runner.keeps_input(i)]
         self._saved_outputs = {i for i in indices.outputs if runner.keeps_output(i)}
         self._copied_inputs = indices.written.keys() & set(self._saved_inputs)
+        inputs = self.program.inputs
+        self._written_inputs = {inputs[i].name for i in indices.written if inputs[i].kind == "input"}
+        self._changed_objects = {each.path for each in compilation.convention.objects if each.outputs}
         gradients = {i: node for i in indices.gradients.values() if (node := self.program.results[i]) is not None}
         own = alone_in_memory(list(gradients.values()))
         self._own_gradients = {i for i, node in gradients.items() if node in own}
 
     def __call__(self, request: CallRequest, random_key: tuple[int, int]) -> Any:
-        """Run a call; the result is in the model's own containers.
+        """Run a call, and return its result in the model's own containers.
 
-        ``random_key``: the seed and the step of random ops. Buffers are written back, and what the model changes in
-        the call's arguments.
+        ``random_key``: the seed and the step of random ops. Buffers are written back; so are changes that the model
+        makes to the call's arguments.
         """
         self._check_shared(request)
         constants = {("buffer", name): each for name, each in self.compilation.convention.constants.items()}
         known = {**constants, **request.tensors}
-        # None for tangents, and for parameters that no op reads: these are no part of autograd's graph
+        # None for tangents, and for parameters that no op reads: they are not in autograd's graph
         values = [known.get(name) if is_read else None for name, is_read in self._names]
         for i, (_, argument) in zip(self._indices.arguments, request.arguments, strict=True):
             values[i] = argument
@@ -126,16 +130,14 @@ class CompiledCall:
         return convention.unflatten(outputs, request.args, request.kwargs, in_place=True)
 
     def _check_shared(self, request: CallRequest) -> None:
-        """ShardingError for arguments that are one tensor or object, which the model changes as one of them."""
-        inputs, convention = self.program.inputs, self.compilation.convention
-        written = {inputs[i].name for i in self._indices.written if inputs[i].kind == "input"}
-        changed = {each.path for each in convention.objects if each.outputs}
+        """Raise a ShardingError if two arguments share memory or are one object, and the model changes one of them."""
+        written, changed = self._written_inputs, self._changed_objects
         named: list[tuple[str, int]] = []
         if written:
             own = ((name, local(each) if isinstance(each, DTensor) else each) for name, each in request.arguments)
             named += [(name, each.untyped_storage()._cdata) for name, each in own if each.numel()]
         if changed:
-            arguments = named_arguments(convention.forward, request.args, request.kwargs)
+            arguments = named_arguments(self.compilation.convention.forward, request.args, request.kwargs)
             named += [(path, id(each)) for path, each in objects_among(arguments).items()]
         firsts = dict[int, str]()
         for name, place in named:
@@ -145,11 +147,11 @@ class CompiledCall:
                 raise ShardingError(f"input {name!r}", what, problem, "pass a copy of it")
 
     def gathers(self, tensors: ModelTensors) -> bool:
-        """Whether the next call gathers stored parameters."""
+        """Whether the next call must gather stored parameters."""
         return self.gather is not None and self.gather.is_due(tensors)
 
     def forward(self, values: Values) -> tuple[tuple[Tensor, ...], SavedEnvs]:
-        """Run the forward part: the outputs, and the values that are saved for backward."""
+        """Run the forward part. Returns the outputs, and the values saved for backward."""
         with without_autocast(self.conversion.comm.device):
             inputs = self._shards(values)
             gathered = None if self.gather is None else self.gather(values, inputs)
@@ -162,13 +164,13 @@ class CompiledCall:
         outputs: list[Tensor] = []
         for i in self._indices.outputs:
             value = self._outputs[i].to_tensor(_present(columns[i]), self._is_plain[i])
-            if not isinstance(value, DTensor):  # not the tensor that is saved: it would keep its graph, or be changed
+            if not isinstance(value, DTensor):  # not the saved tensor, which would keep its graph alive, or be changed
                 value = value.clone() if i in self._saved_outputs else value.detach()
             outputs.append(value)
         return tuple(outputs), saved
 
     def without_gradient(self, outputs: Sequence[Tensor]) -> Iterator[Tensor]:
-        """The outputs that need no gradient in the model: those that are detached, or depend on data alone."""
+        """The outputs that need no gradient in the model: they are detached, or depend on data alone."""
         return compress(outputs, self._needs_no_gradient)
 
     def tensors_for_backward(self, values: Values, outputs: Sequence[Tensor]) -> BackwardTensors:
@@ -189,10 +191,10 @@ class CompiledCall:
         self, saved: SavedEnvs, gradients: Values, plain: frozenset[int], keep: bool, deferred: Mapping[int, Tensor],
         stepped: Gradients | None,
     ) -> list[Tensor | None]:  # fmt: skip
-        """Run the backward part: the gradients of all inputs, DTensors but for those whose index is in ``plain``.
+        """Run the backward part. Returns the gradients of all inputs, as DTensors unless their index is in ``plain``.
 
         ``gradients``: those of the outputs. ``deferred``: the parameters whose gradients may be reduced later, by index
-        of the program's outputs. ``stepped``: takes the gradients of parameters, which are not returned.
+        of the program's outputs. ``stepped``: takes the gradients of parameters, which are then not returned.
         """
         residuals = self._residuals()
         starts = self._shards(self._tangents(gradients))
@@ -226,7 +228,7 @@ class CompiledCall:
         return results
 
     def _residuals(self) -> dict[int, Tensor]:
-        """What codes left out of gradients in the last step, by index of the program's inputs."""
+        """The residuals of gradients from the last step, by index of the program's inputs."""
         found: dict[int, Tensor] = {}
         for i in self._indices.residuals:
             node, put = self.program.placeholders[i], self.program.inputs[i]
@@ -262,7 +264,7 @@ class CompiledCall:
         return values
 
     def enter_backward(self, number: int, gradients: Values, values: Values, mode: str) -> None:
-        """Come to the backward of call ``number`` with all other ranks. ``gradients``: those of the outputs."""
+        """Enter the backward of call ``number`` together with all other ranks. ``gradients``: those of the outputs."""
         complete_norms()
         if self.gate is None:
             return
@@ -277,10 +279,10 @@ class CompiledCall:
         self.gate.enter(entry, {"request": lambda: text, "is_changed": lambda: has})
 
     def accumulated(self, values: Values, nodes: Sequence[Any]) -> Mapping[int, Tensor]:
-        """The parameters whose gradients are added to ``.grad`` and may be reduced later: all, or none.
+        """The parameters, by index of the program's outputs, whose gradients go to ``.grad`` and may be reduced later.
 
-        They are by index of the program's outputs. ``values`` and ``nodes``, the autograd nodes that their gradients go
-        to, are parallel to the program's inputs.
+        These are all with a gradient that the runner may defer, or none. ``values``, and ``nodes``, the autograd nodes
+        that receive their gradients, are in the order of the program's inputs.
         """
         outputs = {i: output for i, output in self._indices.gradients.items() if output in self.runner.deferred}
         parameters = {output: each for i, output in outputs.items() if isinstance(each := values[i], DTensor)}
@@ -288,14 +290,15 @@ class CompiledCall:
         return parameters if is_all else {}
 
     def deferrable(self, parameters: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
-        """Those of ``accumulated`` whose reduction should wait: all, or none."""
+        """The ``accumulated`` parameters whose reduction should wait: all, or none."""
         waits = bool(parameters) and self.accumulation.begin_backward(list(parameters.values()))
         return parameters if waits else {}
 
     def stepped(self, values: Values, nodes: Sequence[Any], accumulated: Mapping[int, Tensor]) -> Gradients | None:
-        """What steps all parameters as their gradients come. None where the optimizer steps after backward.
+        """Steps all parameters as their gradients come; None if the optimizer steps after backward.
 
-        ``values`` and ``nodes`` are as those of ``accumulated``, parameters whose reductions may have been deferred.
+        ``values`` and ``nodes``: as for ``accumulated``. ``accumulated``: its result, parameters whose reductions may
+        have been deferred.
         """
         stepping, taken = self.accumulation.stepping, self.runner.taken
         if stepping is None or not taken:
@@ -312,7 +315,7 @@ class CompiledCall:
         else:
             totals = before.take()
             for each in accumulated.values():
-                each.grad = None  # it stands for these sums
+                each.grad = None  # it represents these sums
         count = len(self.conversion.comm.positions)
         return Gradients(stepping, self.conversion.tier, parameters, self._gradient, count, totals)
 
@@ -322,9 +325,9 @@ class CompiledCall:
     def _accumulate(
         self, saved: SavedEnvs, tangents: Sequence[Values], keep: bool, parameters: Mapping[int, Tensor]
     ) -> tuple[Columns, DeferredReduction]:
-        """Run the backward part, and add its sums on this rank to those of the backwards before it.
+        """Run the backward part, and add its sums on this rank to those of earlier backwards.
 
-        If it is expected to be the last before gradients are read, it runs their reductions too.
+        If this is expected to be the last backward before gradients are read, it runs their reductions too.
         """
         before = deferred_reduction_of(list(parameters.values()), self._reduce)
         totals = before.take() if before is not None else None
@@ -340,7 +343,7 @@ class CompiledCall:
         return columns, reduction
 
     def _reduce(self, sums: Sums) -> dict[int, Tensor]:
-        """Run the deferred reductions: this rank's shards of gradients by index of the program's outputs."""
+        """Run the deferred reductions. Returns this rank's shards of gradients, by index of the program's outputs."""
         complete_norms()
         if self.gate is not None:
             self.gate.enter(Entry(Kind.REDUCE, self.gate.digest))
@@ -354,7 +357,7 @@ class CompiledCall:
         return {i: local(self._outputs[i].to_tensor(each, is_plain=False)) for i, each in gradients.items()}
 
     def _shards(self, values: Values) -> list[list[Tensor | None]]:
-        """For each rank its shards, parallel to the program's inputs."""
+        """The shards of each rank, in the order of the program's inputs."""
         pairs = zip(self._inputs, values, strict=True)
         columns = [None if each is None else converter.to_shards(each) for converter, each in pairs]
         for i in self._copied_inputs:
@@ -375,7 +378,7 @@ class CompiledCall:
 
 
 def _key_tensor(key: tuple[int, int], device: torch.device) -> Tensor:
-    """A random key, written by kernels that take its numbers as arguments: nothing is copied from the host."""
+    """A random key, filled in by kernels that take its numbers as arguments: nothing is copied from the host."""
     seed, step = key
     result = torch.full((2,), step, dtype=torch.int64, device=device)
     result[:1].fill_(seed)
@@ -421,13 +424,13 @@ class ProgramFunction(torch.autograd.Function):
 
 
 def at_end_of_backward(callback: Any) -> None:
-    """Call a function once the backward that runs has put all gradients into ``.grad``."""
+    """Call a function once the running backward has put all gradients into ``.grad``."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
 
 
 def _is_accumulated(node: Any) -> bool:
-    """Whether the backward that runs adds to ``.grad`` at a node; ``autograd.grad`` and other ``inputs=`` do not."""
+    """Whether the running backward adds to ``.grad`` at a node; ``autograd.grad`` and other ``inputs=`` do not."""
     if node is None:
         return False
     try:
@@ -444,9 +447,9 @@ def _present(shards: Sequence[Tensor | None]) -> list[Tensor]:
 class BackwardTensors:
     """The tensors of a call that its backward refers to, by index of the program's inputs.
 
-    ``model``: the model's own; None at the ``arguments``, which their caller may let go of. ``plain``: arguments that
-    are no DTensors. ``versions``: of inputs whose memory backward reads. ``outputs``: outputs whose memory backward
-    reads, each with its version.
+    ``model``: the model's own; None in place of the ``arguments``, which their caller may free. ``plain``: the indices
+    of arguments that are not DTensors. ``versions``: indices and versions of inputs whose memory backward reads.
+    ``outputs``: outputs whose memory backward reads, each with its version.
     """
 
     model: Sequence[Tensor | None]
@@ -457,14 +460,14 @@ class BackwardTensors:
 
     @property
     def values(self) -> list[Tensor | None]:
-        """The inputs that are alive."""
+        """The inputs; None for arguments that are freed."""
         values = list(self.model)
         for i, reference in self.arguments.items():
             values[i] = reference()
         return values
 
     def check(self, values: Sequence[Tensor | None]) -> None:
-        """RuntimeError if a tensor that backward reads was changed in place since."""
+        """Raise an OrderError if a tensor that backward reads was changed in place since forward."""
         inputs = [(values[i], version) for i, version in self.versions]
         for tensor, version in (*inputs, *((reference(), version) for reference, version in self.outputs)):
             if tensor is not None and tensor._version != version:
@@ -475,12 +478,12 @@ class BackwardTensors:
 
 @dataclass(frozen=True, slots=True)
 class ProgramIndices:
-    """Which inputs and outputs of a program belong together, by index.
+    """The indices of a program's inputs and outputs, and of the pairs that belong together.
 
-    ``outputs``: the model's outputs. ``arguments``: inputs that are the call's. ``random``: random keys, if an
-    op draws. ``tangents``: by an output's name, the input that is its gradient. ``written`` and ``gradients``: for an
-    input the output that is its new value, or its gradient. ``residuals``: for one the output that is the new one.
-    ``computed``: by a parameter's name, the output that is the gathered parameter.
+    ``outputs``: the model's outputs. ``arguments``: inputs that are arguments of the call. ``random``: random keys, if
+    an op draws. ``tangents``: by an output's name, the input that is its gradient. ``written`` and ``gradients``: by
+    input, the output that is its new value, or its gradient. ``residuals``: by a residual's input, the output that is
+    the new residual. ``computed``: by a parameter's name, the output that is the gathered parameter.
     """
 
     outputs: tuple[int, ...]

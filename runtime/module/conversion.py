@@ -1,13 +1,13 @@
 """Conversion between a user's tensors and the shards that ranks compute on: on virtual ranks, or torch.distributed.
 
-On torch.distributed, parameters and outputs that are cut become DTensors here.
+On torch.distributed, parameters and cut outputs become DTensors here.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Protocol
 
@@ -54,23 +54,24 @@ from .value import Value
 
 
 def conversion_on(mesh: Any, device: torch.device | str = "cpu", zero: Zero | None = None) -> Conversion:
-    """How tensors are converted on a torch DeviceMesh, or on virtual ranks; ``zero`` may offload parameters."""
+    """The conversion of tensors on a torch DeviceMesh, or on virtual ranks; ``zero`` may offload parameters."""
     if isinstance(mesh, DeviceMesh):
         return DistributedConversion(mesh, zero=zero)
     return VirtualConversion(Mesh.of(mesh), device)
 
 
 def shard_batch(local: Any, device_mesh: DeviceMesh, spec: P) -> Any:
-    """A DTensor of the global batch from each rank's own part of it: ``shard_batch(mine, mesh, P("dp"))``.
+    """Make a DTensor of the global batch from each rank's own part of it: ``shard_batch(mine, mesh, P("dp"))``.
 
     Args:
         local: a tensor, of the same shape on every rank, or a tuple, list, dict or dataclass of such tensors. All are
-            cut alike; numbers and None stay.
-        device_mesh: of the job.
-        spec: how the global batch is cut.
+            cut alike; numbers and None stay as they are.
+        device_mesh: the mesh of the job.
+        spec: the sharding of the global batch.
 
     Returns:
-        ``local`` with a DTensor for each tensor; its global shape is the local one times the ranks that cut each dim.
+        ``local`` with a DTensor for each tensor. Each dim of its global shape is the local one times the number of
+        ranks that cut it.
 
     Raises:
         ShardingError: without a DeviceMesh, a P or a tensor.
@@ -88,7 +89,7 @@ def shard_batch(local: Any, device_mesh: DeviceMesh, spec: P) -> Any:
 
 
 def _global(local: Tensor, device_mesh: DeviceMesh, spec: P) -> DTensor:
-    """The global tensor of which every rank has an equal part."""
+    """The global tensor whose parts on all ranks have the shape of ``local``."""
     mesh = Mesh.of(device_mesh)
     probe = spec.sharding(mesh, tuple(size * mesh.size for size in local.shape), "batch")
     shape = tuple(size * num_shards(cut.all_axes) for size, cut in zip(local.shape, probe.dims, strict=True))
@@ -98,36 +99,36 @@ def _global(local: Tensor, device_mesh: DeviceMesh, spec: P) -> DTensor:
 class Converter(Protocol):
     """Converts one input or output of a program, whose sharding, global shape and name are fixed.
 
-    Shards are a list, one for each rank that lives in this process.
+    Shards are a list, one for each rank in this process.
     """
 
     def to_shards(self, tensor: Tensor) -> list[Tensor]:
-        """The shards of a tensor, padded to the shape that all ranks have."""
+        """The shards of a tensor, padded to the shape that is equal on all ranks."""
 
     def to_tensor(self, shards: Sequence[Tensor], is_plain: bool) -> Tensor:
-        """The tensor of these shards; ``is_plain``: whole, and not a DTensor."""
+        """The tensor of these shards: whole and plain if ``is_plain``, else possibly a DTensor."""
 
     def write(self, tensor: Tensor, shards: Sequence[Tensor]) -> None:
         """Write shards to a buffer or an input, in place."""
 
     def zeros(self, dtype: torch.dtype) -> Tensor:
-        """A tensor of zeros, which is no part of the user's model."""
+        """A new tensor of zeros, stored like the input or output."""
 
 
 class VirtualConversion:
-    """All ranks in this process: every tensor of the user's is plain and whole, and is cut in every call."""
+    """All ranks in this process: all tensors of the user are plain and whole, and every call cuts them."""
 
-    agreement: Agreement | None = None  # there is one process
+    agreement: Agreement | None = None  # there is only one process
     tier: Tier | None = None  # tensors stay where the user has them
 
     def __init__(self, mesh: Mesh, device: torch.device | str = "cpu") -> None:
         self.comm: Comm = SimulatedComm(mesh, device)
 
     def gathered_parameters(self) -> None:
-        """None: a write through ``.data`` of a plain tensor cannot be detected."""
+        """None: nothing is kept gathered, since a write through ``.data`` of a plain tensor cannot be detected."""
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """A copy of a parameter or buffer of the user's model, as the parallel module holds it."""
+        """A copy of a parameter or buffer of the user's model for the parallel module."""
         return tensor.detach().clone()
 
     def copies(
@@ -140,7 +141,7 @@ class VirtualConversion:
         return Copies({id(each): self._written(values[name], each) for name, each in stored})
 
     def _written(self, value: Value, like: Tensor) -> Tensor:
-        """A whole tensor with a value."""
+        """A whole tensor with ``value``, of the shape and dtype of ``like``."""
         whole = torch.empty(like.shape, dtype=like.dtype, device=self.comm.device)
         value.write(whole, Sharding.replicated(self.comm.mesh, like.ndim), 0)
         return whole
@@ -154,7 +155,7 @@ class VirtualConversion:
         return None
 
     def converter(self, sharding: Sharding, shape: tuple[int, ...], name: str) -> Converter:
-        """The converter of a value of a program, of a global shape."""
+        """The converter of an input or output of a program; ``shape`` is its global shape."""
         return VirtualConverter(sharding, shape, name, self.comm.device)
 
     def check(self, tensors: Mapping[tuple[str, str], Tensor]) -> None:
@@ -163,7 +164,7 @@ class VirtualConversion:
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Copies of a model's tensors, by id. ``awaited``: those that get their values when they are placed, by name."""
+    """Copies of a model's tensors, by id. ``awaited``: kinds and names of those that get values at placement."""
 
     by_id: dict[int, Any]
     awaited: frozenset[tuple[str, str]] = frozenset()
@@ -171,10 +172,10 @@ class Copies:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A tensor of the model, replicated so far, whose values the first rank of the mesh has.
+    """A tensor of the model, replicated so far, that gets its values now, from the first rank or from a ``Value``.
 
-    ``sharding``: how it is stored from now on. ``name``: as errors say it. ``homes``: the ranks of a pipeline that
-    store it; None for all.
+    ``sharding``: its sharding from now on. ``name``: its name in errors. ``homes``: the ranks of a pipeline that store
+    it; None for all.
     """
 
     tensor: Tensor
@@ -191,14 +192,20 @@ class VirtualConverter:
     shape: tuple[int, ...]
     name: str
     device: torch.device
+    is_cut: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_cut", any(part.size > 1 for part in self.sharding.cut_axes))
 
     def to_shards(self, tensor: Tensor) -> list[Tensor]:
         tensor = tensor.to(self.device)
+        if not self.is_cut:
+            return [tensor] * self.sharding.mesh.size
         shards = [shard(tensor, self.sharding, position) for position in range(self.sharding.mesh.size)]
         return [pad(each, self.sharding, self.shape, position) for position, each in enumerate(shards)]
 
     def to_tensor(self, shards: Sequence[Tensor], is_plain: bool) -> Tensor:
-        """The whole tensor, which is the shard of a single rank; an AssertionError if replicas differ."""
+        """The whole tensor: the shard of a single rank, or all shards joined. An AssertionError if replicas differ."""
         whole = shards[0] if len(shards) == 1 else unshard(shards, self.sharding, self.shape, self.name)
         return whole.to(self.device)  # a gradient may be in the tier below
 
@@ -212,8 +219,9 @@ class VirtualConverter:
 class DistributedConversion:
     """One rank of a torch.distributed job: parameters and cut values are DTensors on one mesh.
 
-    ``job`` and ``agreement``: of all ranks of the job's mesh, of which ``device_mesh`` is a part in a pipeline. One
-    rank has no agreement. ``tier``: where parameters and gradients are stored, if not on the device.
+    ``job`` and ``agreement``: the communication and the agreement of all ranks of the job's mesh, of which a pipeline's
+    ``device_mesh`` is a part. A single rank has no agreement. ``tier``: stores parameters and gradients, unless they
+    are on the device.
     """
 
     def __init__(self, device_mesh: DeviceMesh, job_mesh: DeviceMesh | None = None, zero: Zero | None = None) -> None:
@@ -240,7 +248,7 @@ class DistributedConversion:
         return self._replicated(self._copied(tensor, tensor.detach(), self.torch_comm.device))
 
     def _copied(self, tensor: Tensor, piece: Tensor, device: torch.device | None = None) -> Tensor:
-        """A contiguous copy of a piece of a tensor of the model: in the tier below if it is a parameter's."""
+        """A contiguous copy of a piece of a model's tensor; a parameter's is in the tier below, if there is one."""
         if self.tier is not None and isinstance(tensor, nn.Parameter):
             return self.tier.copied(piece)
         return piece.to(device or piece.device).clone(memory_format=torch.contiguous_format)
@@ -250,10 +258,11 @@ class DistributedConversion:
     ) -> Copies:
         """The copies of a model's tensors: ``initial`` says whether they start from the first rank's values.
 
-        ``values``: of parameters and buffers, which every rank has; they are copied when tensors are placed.
-        Values are sent at once, to whole copies. If some rank has tensors on meta, or if they are about to be placed,
-        they are sent when tensors are placed, each rank's part alone. Until then other ranks have copies on meta; the
-        first rank has copies, or the model's own memory if they are about to be placed.
+        ``values``: values of parameters and buffers that every rank has; they are copied when tensors are placed.
+
+        Without them the first rank sends its values at once, to whole copies. If some rank has tensors on meta, or if
+        tensors are about to be placed, it sends them at placement, to each rank its part alone. Until then other ranks
+        have copies on meta; the first rank has copies, or the model's own memory if tensors are about to be placed.
         """
         if values is not None:
             stored = [(key, each) for key, each in model_tensors(model).items() if key[0] != "attribute"]
@@ -284,9 +293,9 @@ class DistributedConversion:
         return Copies(copies, frozenset(awaited))
 
     def _awaiting(self, tensor: Tensor, is_placed_soon: bool) -> Tensor:
-        """A replicated DTensor for a tensor whose values are sent later; on meta but on the first rank.
+        """A replicated DTensor for a tensor whose values are sent later.
 
-        There it stays on its own device.
+        It is on meta, but on the first rank, where it stays on its own device.
         """
         waiting = self._replicated(tensor.detach().to("meta"))
         if self.job.position != 0:
@@ -295,10 +304,10 @@ class DistributedConversion:
         return new_global_tensor(value if is_placed_soon else self._copied(tensor, value), waiting._spec)
 
     def receive(self, arrivals: Sequence[Arrival]) -> Iterator[Tensor]:
-        """For each arrival a DTensor with this rank's shard of the first rank's tensor; on meta where none is stored.
+        """Yield for each arrival a DTensor with this rank's shard of the first rank's tensor.
 
-        They are sent in batches, so that memory is needed for the shards and one batch. A batch is sent when the first
-        of it is asked for.
+        It is on meta if this rank stores none. Tensors are sent in batches, so that memory is needed for the shards and
+        one batch. A batch is sent when its first tensor is asked for.
         """
         for batch in batches([each.tensor.nbytes for each in arrivals]):
             own = [arrivals[i] for i in batch]
@@ -310,7 +319,7 @@ class DistributedConversion:
             yield from placed
 
     def filled(self, arrivals: Sequence[Arrival], values: Sequence[Value]) -> Iterator[Tensor]:
-        """For each arrival a DTensor with this rank's shard of a value that every rank has."""
+        """Yield for each arrival a DTensor with this rank's shard of a value that every rank has."""
         for each, value in zip(arrivals, values, strict=True):
             placed = self._awaited(each)
             if self._stores(self.job.position, each):
@@ -319,7 +328,7 @@ class DistributedConversion:
             yield placed
 
     def _awaited(self, arrival: Arrival) -> Tensor:
-        """A DTensor with memory for this rank's shard."""
+        """A DTensor with memory for this rank's shard; on meta if this rank stores none."""
         sharding, shape = arrival.sharding.on(self.torch_comm.mesh), tuple(arrival.tensor.shape)
         whole = torch.empty(shape, dtype=arrival.tensor.dtype, device="meta")
         piece = shard(whole, sharding, self.torch_comm.position)
@@ -340,7 +349,7 @@ class DistributedConversion:
             yield Part(tuple(positions), nbytes, read, own if self.job.position in positions else None)
 
     def _position(self, position: int) -> int:
-        """The position in the mesh of DTensors of a position in the mesh of all ranks."""
+        """The position in the mesh of DTensors that belongs to a position in the mesh of all ranks."""
         return position
 
     def _stores(self, position: int, arrival: Arrival) -> bool:
@@ -348,7 +357,7 @@ class DistributedConversion:
         return True
 
     def _empty(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
-        """Memory for a shard of a tensor of the model."""
+        """Memory for a shard of one of the model's tensors."""
         if self.tier is not None and isinstance(tensor, nn.Parameter):
             return self.tier.empty(shape, tensor.dtype)
         return torch.empty(shape, dtype=tensor.dtype, device=self.torch_comm.device)
@@ -379,7 +388,7 @@ class DistributedConversion:
         return DistributedConverter(self.torch_comm, sharding, shape, name)
 
     def check(self, tensors: Mapping[tuple[str, str], Tensor]) -> None:
-        """ShardingError for parameters that are plain tensors, but on meta, which another stage holds."""
+        """Raise a ShardingError for parameters that are plain tensors, except on meta, which another stage holds."""
         parameters = {name: tensor for (kind, name), tensor in tensors.items() if kind == "parameter"}
         plain = [name for name, each in parameters.items() if not isinstance(each, DTensor) and not each.is_meta]
         what, problem = "a plain tensor", "it was put into the module that parallelize returned"
@@ -393,8 +402,8 @@ Conversion = VirtualConversion | DistributedConversion
 class DistributedConverter:
     """Converts plain global tensors or DTensors to the shard of this rank, and back.
 
-    Some shardings are no DTensor's. Such a value is stored as a DTensor with a sharding close to it (``stored``), and
-    is converted by way of the whole tensor.
+    No DTensor can have some of the shardings. A value of such a sharding is stored as a DTensor with one close to it
+    (``stored``), and is converted through the whole tensor.
     """
 
     def __init__(self, comm: TorchComm, sharding: Sharding, shape: tuple[int, ...], name: str) -> None:
@@ -404,16 +413,16 @@ class DistributedConverter:
 
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
-        """The placements of the DTensor; ShardingError if no DTensor can have such a sharding."""
+        """The placements of the DTensor. Raises a ShardingError if no DTensor can have such a sharding."""
         return placements(self.stored, self.shape, self.name)
 
     @cached_property
     def make(self) -> GlobalTensorMaker:
-        """Makes a DTensor of this rank's shard."""
+        """The maker of a DTensor from this rank's shard."""
         return GlobalTensorMaker(self.stored, self.shape, self.comm.device_mesh, self.name)
 
     def to_shards(self, tensor: Tensor) -> list[Tensor]:
-        """One shard; a DTensor of another sharding is redistributed by torch first."""
+        """One shard; a DTensor of another sharding is gathered first."""
         position = self.comm.position
         if isinstance(tensor, DTensor) and tensor.placements == self.placements and self.stored == self.sharding:
             piece = local(tensor)
@@ -422,7 +431,7 @@ class DistributedConverter:
         return [pad(piece, self.sharding, self.shape, position) if self.is_padded else piece]
 
     def to_tensor(self, shards: Sequence[Tensor], is_plain: bool) -> Tensor:
-        """A DTensor, or the whole tensor."""
+        """A DTensor, or the whole tensor if ``is_plain``."""
         return self._whole(shards) if is_plain else self.make(self._stored_shard(shards).contiguous())
 
     def write(self, tensor: Tensor, shards: Sequence[Tensor]) -> None:
@@ -447,7 +456,7 @@ class DistributedConverter:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The tensor, whole."""
+    """The whole tensor; a DTensor is gathered."""
     return local(_replicated(tensor)) if isinstance(tensor, DTensor) else tensor
 
 
@@ -457,15 +466,15 @@ def _replicated(tensor: Tensor) -> Tensor:
         return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
 
 
-Shards = list[Tensor]  # one for each rank that lives in this process
+Shards = list[Tensor]  # one for each rank in this process
 
 
 class GatheredParameters(StepWatcher):
     """The gathered parameters of a module, for all of its programs (``shards``, by name).
 
-    A parameter counts as written if its version, its memory or the version of that changed, if an optimizer that holds
-    it has stepped, or if its gradient changed outside of a backward, as an optimizer of one's own may do at its step.
-    All ranks see the same, since all run one program. State: the versions of the parameters (``_written``) and of
+    A parameter counts as written if its version changed, or the address or version of its piece; if an optimizer that
+    holds it has stepped; or if its gradient changed outside of a backward, as a user's own optimizer may do in a step.
+    All ranks agree on this, since all run one program. State: the versions of the parameters (``_written``) and of
     their gradients (``_gradients``) for which ``shards`` is right.
     """
 
@@ -476,24 +485,24 @@ class GatheredParameters(StepWatcher):
         self._gradients: tuple[Any, ...] = ()
 
     def is_current(self, parameters: Mapping[str, Tensor]) -> bool:
-        """Whether these parameters are gathered, and were not written since; they are watched from now on."""
+        """Whether these parameters are gathered and were not written since; they are watched from now on."""
         self.watch(parameters.values())
         is_written = self._written != self._versions() or self._gradients != self._gradient_versions()
         return parameters.keys() <= self.shards.keys() and not is_written
 
     def note_gathered(self) -> None:
-        """The shards are those of the parameters as they are now."""
+        """Note that the shards are those of the current parameters."""
         self._written = self._versions()
 
     def note_backward(self) -> None:
-        """Gradients are as a backward has left them."""
+        """Note that gradients are as a backward has left them."""
         self._gradients = self._gradient_versions()
 
     def note_step(self, optimizer: Optimizer) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Gather all parameters again in the next call."""
+        """Make the next call gather all parameters again."""
         self._written = ()
 
     def _versions(self) -> tuple[Any, ...]:
@@ -506,10 +515,10 @@ class GatheredParameters(StepWatcher):
 
 
 class ParameterGather:
-    """Gathers the parameters of one program, where they were written since it was last done.
+    """Gathers the parameters of one program if they were written since the last time.
 
-    ``outputs``: for each parameter that is gathered, by name, the index of the program's output. ``agreed``: whether
-    all ranks gather in the next call, once they have agreed on it.
+    ``outputs``: for each gathered parameter, by name, the index of the program's output. ``agreed``: whether all ranks
+    gather in the next call; None until they have agreed on it.
     """
 
     def __init__(self, program: Program, runner: Runner, comm: Comm, outputs: Mapping[str, int],
@@ -523,9 +532,9 @@ class ParameterGather:
         return not self.cache.is_current({name: tensors["parameter", name] for name in self.outputs})
 
     def __call__(self, values: Values, inputs: Sequence[Values]) -> Rows:
-        """For each rank the gathered parameters, parallel to the program's outputs.
+        """The gathered parameters of each rank, in the order of the program's outputs.
 
-        ``values`` and, for each rank, ``inputs`` are parallel to the program's inputs: whole, and as shards.
+        ``values``: the program's inputs as the user's tensors. ``inputs``: for each rank their shards.
         """
         pairs = zip(self.program.inputs, values, strict=True)
         parameters = {put.name: value for put, value in pairs if put.name in self.outputs and value is not None}
@@ -549,7 +558,7 @@ class ParameterGather:
         return rows
 
     def _find_first_rows(self) -> Iterator[tuple[str, int]]:
-        """For parameters whose shard is some rows of the gathered one, the first of these rows."""
+        """The parameters whose shard is a range of rows of the gathered parameter, with the first of these rows."""
         for put, node in zip(self.program.inputs, self.program.placeholders, strict=True):
             gathered = self.program.results[self.outputs[put.name]] if put.name in self.outputs else None
             if put.kind != "parameter" or gathered is None:
@@ -566,14 +575,14 @@ def _piece(tensor: Tensor) -> Tensor:
 
 
 def _dense(gathered: Tensor) -> Tensor:
-    """A contiguous tensor that shares no memory."""
+    """The tensor, contiguous and with a storage of its own; copied if need be."""
     is_dense = gathered.is_contiguous() and gathered.untyped_storage().nbytes() == gathered.nbytes
     return gathered if is_dense else gathered.clone(memory_format=torch.contiguous_format)
 
 
 @torch.no_grad()
 def _share_memory(piece: Tensor, gathered: Tensor, row: int) -> None:
-    """Let a parameter's shard be rows of the gathered parameter: it is stored once."""
+    """Make a parameter's shard a view of rows of the gathered parameter, so that it is stored once."""
     rows = gathered[row : row + len(piece)]
     if piece.is_contiguous() and piece.data_ptr() != rows.data_ptr():
         piece.set_(gathered.untyped_storage(), rows.storage_offset(), piece.shape, piece.stride())

@@ -22,8 +22,8 @@ from shardc.language.size import number_of
 class Signature:
     """All that a captured program depends on: two calls with equal signatures share a program.
 
-    ``leaves``: every leaf of the arguments by name. ``state``: of the model, often the same object and so quick to
-    compare, slow to hash. ``autocast``: the dtype that autocast casts to, by device type.
+    ``leaves``: every leaf of the arguments by name. ``state``: that of the model. It is often the same object, so it is
+    quick to compare; it is slow to hash. ``autocast``: the dtype that autocast casts to, by device type.
     """
 
     leaves: Leaves
@@ -54,7 +54,7 @@ class Signature:
 
 
 def changing_sizes(signatures: Sequence[Signature]) -> list[str]:
-    """The dims of inputs whose size is another in most of a model's signatures, in words."""
+    """The dims of inputs that have more distinct sizes than half the number of a model's signatures, in words."""
     types: dict[str, list[TensorType]] = {}
     for signature in signatures:
         for name, leaf in signature.leaves:
@@ -70,9 +70,9 @@ def changing_sizes(signatures: Sequence[Signature]) -> list[str]:
 
 
 def symbols_of(signatures: Sequence[Signature]) -> dict[tuple[str, int], str]:
-    """A symbol for each dim of an input whose size is not one in all signatures, by the input's name.
+    """A symbol for each dim of an input whose size differs between signatures, by the input's name and the dim.
 
-    Dims that have had the same sizes have one symbol. Sizes of 0 and 1 in the last signature have none.
+    Dims that have had the same sizes share a symbol. A dim of size 0 or 1 in the last signature has none.
     """
     types = [{name: leaf.type for name, leaf in each.leaves if isinstance(leaf, TensorLeaf)} for each in signatures]
     symbols, names = dict[tuple[str, int], str](), dict[tuple[int, ...], str]()
@@ -137,6 +137,7 @@ State = tuple[tuple[str, Hashable], ...]
 
 MAX_DEPTH, MAX_ENTRIES = 6, 256
 BY_IDENTITY = (type, FunctionType, BuiltinFunctionType, ModuleType, nn.Module)
+READ_OTHERWISE = (torch.Tensor, bytearray, array, Mapping, deque, set, frozenset, partial, MethodType)
 
 
 class Identity:
@@ -158,11 +159,12 @@ class Identity:
 
 
 def fingerprint(value: Any, memo: dict[int, Hashable] | None = None, depth: int = 0) -> Hashable:
-    """A value that is equal for two objects which a model cannot tell apart.
+    """A hashable value that is equal for two objects which a model cannot tell apart.
 
-    A number or string is its type and value; a container, array or plain object its contents; a function, a module and
-    all that is too large or too deep its identity. A tensor is its identity; a 0-dim tensor, whose number a program may
-    hold, its version too. ``memo``: the fingerprints of objects so far, by their id.
+    It is the type and value of a number or string; the contents of a container, array or plain object; the identity of
+    a function, of a module, and of everything too large or too deep. For a tensor it is the identity; for a 0-dim
+    tensor, whose number a program may hold, also the version. ``memo``: the fingerprints of objects so far, by their
+    id.
     """
     if isinstance(value, float):
         return float, repr(value)  # a nan is itself, -0.0 is not 0.0
@@ -180,13 +182,17 @@ def _contents_fingerprint(value: Any, memo: dict[int, Hashable], depth: int) -> 
         return Identity(value), value._version if value.ndim == 0 and not value.is_inference() else 0
     if isinstance(value, (bytearray, array)):
         return type(value), bytes(value)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
+    if _is_numpy(value):
         return type(value), value.shape, str(value.dtype), value.tobytes()
     contents = _contents(value)
     if contents is not None and len(contents) <= MAX_ENTRIES and depth < MAX_DEPTH:
         return type(value), tuple((key, fingerprint(entry, memo, depth + 1)) for key, entry in contents.items())
     return (type(value), value) if _is_value(value) else Identity(value)
+
+
+def _is_numpy(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic))
 
 
 def _contents(value: Any) -> Mapping[Hashable, Any] | None:
@@ -206,6 +212,14 @@ def _contents(value: Any) -> Mapping[Hashable, Any] | None:
     if attributes := getattr(value, "__dict__", None):
         return attributes
     return None if _is_value(value) else attributes_of(value) or None  # one without attributes may hide what it holds
+
+
+def entries_of(value: Any) -> dict[Any, Any] | list[Any] | tuple[Any, ...] | None:
+    """The dict, list, tuple or attributes that ``fingerprint`` reads of a value; None if it reads anything else."""
+    if isinstance(value, (dict, list, tuple)):
+        return value
+    is_plain = not isinstance(value, (*READ_OTHERWISE, *BY_IDENTITY)) and not _is_numpy(value)
+    return getattr(value, "__dict__", None) or None if is_plain else None
 
 
 def attributes_of(value: Any) -> dict[Any, Any]:
