@@ -1,1 +1,1 @@
-"""The passes, Program -> Program, in the order of order.py; a folder for each phase."""
+"""The passes, Program -> Program, in the order of order.py, with a folder for each phase."""

@@ -1,4 +1,4 @@
-"""Insert the calls that stand in the place of a node, and describe how an op is taken apart."""
+"""Insert the calls that replace a node, and describe how an op is decomposed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Emitter:
-    """``op(...)`` inserts a call in place of a node; ``given`` are the node's arguments."""
+    """``emit(op, ...)`` inserts a call in place of a node; ``given``: the node's arguments."""
 
     program: Program
     node: fx.Node
@@ -35,7 +35,7 @@ class Emitter:
         return self.program.emit(op, *args, like=self.node, **kwargs)
 
     def cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
-        """A value in a dtype; itself if it has that."""
+        """A value cast to a dtype; the value itself if it has that dtype."""
         return x if self.type(x).dtype == dtype else self(aten._to_copy.default, x, dtype=dtype)
 
     def sum(self, x: fx.Node, dims: Sequence[int], keepdim: bool = False) -> fx.Node:
@@ -44,7 +44,7 @@ class Emitter:
         return self(aten.sum.dim_IntList, x, list(dims), *([True] if keepdim else []), **wide)
 
     def results(self, node: fx.Node) -> list[fx.Node | None]:
-        """The results of a call that has several, None for what is none."""
+        """The results of a call that has several, with None for each that is absent."""
         return [None if type_ is None else self.item(node, i) for i, type_ in enumerate(self.program.types(node))]
 
     def type(self, node: fx.Node) -> TensorType:
@@ -71,17 +71,17 @@ def one_along(dim: int, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(1 if i == dim else size for i, size in enumerate(shape))
 
 
-Results = fx.Node | tuple[fx.Node | None, ...] | None  # what stands for a node; None leaves it
+Results = fx.Node | tuple[fx.Node | None, ...] | None  # the replacement of a node; None leaves the node
 Rewrite = Callable[[Program, fx.Node], Results]
-Form = Callable[[Emitter], fx.Node | list[fx.Node | None]]  # emits what stands in an op's place
-NEVER = 2**63  # more bytes than anything
+Form = Callable[[Emitter], fx.Node | list[fx.Node | None]]  # emits the replacement of an op
+NEVER = 2**63  # bytes of a choice that is never taken
 
 
 @dataclass(frozen=True, slots=True)
 class Decomposition:
-    """How an op is taken apart, and the bytes that its reductions move, in whole tensors.
+    """The decomposition of an op, and the bytes that its reductions move, in whole tensors.
 
-    ``moved(program, node, factors)``: these are whole in the op as it is, and arrive cut.
+    ``moved(program, node, factors)``: the op itself needs these factors whole, and they arrive cut.
     """
 
     expand: Form

@@ -1,15 +1,15 @@
-"""The passes of the compiler, in order. Each is one function ``Program -> Program`` of the file of its name.
+"""The passes of the compiler, in order. Each is one function ``Program -> Program`` in the file of its name.
 
-A pass may change the graph that it is given; ``run_passes`` gives it a copy of a program that is kept.
+A pass may change its argument's graph; ``run_passes`` hands it a copy of a program that is kept.
 
-A program has a level, which says what holds of it; ``verify`` checks that after every pass:
+A program has a level, which names its invariants; ``verify`` checks them after every pass:
 
 ==========  ====================================================================================================
 captured    every value has a type; every op is pure
 canonical   fewer kinds of op; after keep_dims every product of matrices is a ``dot`` over the model's own dims
-annotated   every value has a sharding, though ops may read what does not fit together
-agreed      every op reads what its rule says; wherever a sharding changes stands a ``reshard``
-lowered     no ``reshard`` is left: collectives stand in their place. Types are still those of whole values
+annotated   every value has a sharding, though the operands of an op may not fit together
+agreed      the operands of every op fit its rule; a ``reshard`` stands wherever a sharding changes
+lowered     no ``reshard`` is left, only collectives. Types are still those of whole values
 localized   types and sizes are those of one rank's shards: the program that every rank runs
 ==========  ====================================================================================================
 
@@ -55,42 +55,42 @@ from .verify import verify
 Pass = Callable[[Program], Program]
 
 PASSES: tuple[Pass, ...] = (
-    # Captured: the ops that torch gave.
-    cut_stages,  # the stage of a pipeline that each call is part of
+    # Captured: the ops of torch's trace.
+    cut_stages,  # the pipeline stage of each call
     canonicalize,  # losses, means, dropout and views in few ops that have rules
     # Canonical: from here on a cut can pass wherever dims correspond.
     keep_dims,  # contractions keep the model's dims
-    order_positions,  # positions in zigzag, where the user wants that
-    cut_blocks,  # a cut of a fused q, k, v weight becomes one of each block
+    order_positions,  # positions in zigzag order, if the user asks for it
+    cut_blocks,  # a cut of a fused q, k, v weight becomes a cut of each block
     propagate,  # a sharding on every value, from the few that the user annotated
-    # Annotated: shardings are a wish, and ops are as they were.
-    decompose,  # softmax over a cut vocabulary and its like, as local work and small reductions
+    # Annotated: shardings are a wish; ops are unchanged.
+    decompose,  # softmax over a cut vocabulary and the like, as local work and small reductions
     insert_reshards,  # a reshard wherever producer and consumer differ
     # Agreed: each op can compute on shards; between ops values change their sharding.
     store,  # parameters are cut further between uses, as ZeRO says
     accumulate,  # sums over microbatches come before sums over ranks
     lower_reshards,  # each reshard as the cheapest collectives
-    # Lowered: what is sent is settled after fuse_collectives; the rest moves and groups it.
+    # Lowered: fuse_collectives settles the collectives; later passes move and group them.
     fuse_collectives,  # fewer and cheaper collectives
-    mask_padding,  # where a dim is cut unevenly, ops do not see what is beyond its end
-    offload,  # what is stored in host memory or in files
-    rematerialize,  # what is saved for backward, and what backward computes again
-    cut_saved,  # over which axes, beyond those of forward, and where
+    mask_padding,  # ops do not see the padding at the end of an unevenly cut dim
+    offload,  # parameters stored in host memory or in files
+    rematerialize,  # save values for backward, or compute them again
+    cut_saved,  # cut saved values over more axes, or move them to host memory or files
     bucket_collectives,  # several collectives as one
-    encode_collectives,  # codes in place of values, where the user wants that
-    chunk_dots,  # products in chunks, of which the next is on its way, where the user wants that
+    encode_collectives,  # codes in place of values, if the user asks for it
+    chunk_dots,  # products in chunks, one sent while another is multiplied, if the user asks for it
     overlap_collectives,  # work between a collective and its first reader
     # Localized: the program that each rank runs.
     localize,  # local shapes, one text for all ranks
 )
 
-# Milestones, for those who look at a program in between.
-UNANNOTATED: Pass = keep_dims  # up to here no pass reads an annotation, but for those of outputs and modules
+# Milestones, for code that looks at a program between passes.
+UNANNOTATED: Pass = keep_dims  # up to here passes read no annotations but those of outputs and modules
 PROPAGATED: Pass = propagate  # every value has a sharding
 SETTLED: Pass = fuse_collectives  # later passes join, move and repeat collectives, but reduce and gather nothing new
-PLACED: Pass = offload  # up to here no pass reads one of LATE
-LATE = ("remat", "saved", "bucket", "overlap")  # options of the passes after it
-WHOLE, LOCAL = PASSES[-2:]  # the last program in global shapes, and the one that ranks run
+PLACED: Pass = offload  # up to here no pass reads an option of LATE
+LATE = ("remat", "saved", "bucket", "overlap")  # options of the passes after PLACED
+WHOLE, LOCAL = PASSES[-2:]  # their programs: the last one in global shapes, and the one that ranks run
 KEPT = (UNANNOTATED, WHOLE, LOCAL)  # passes whose programs a compiled model keeps
 
 Watcher = Callable[[str, Program, float], None]
@@ -104,16 +104,16 @@ def run_passes(
     keep: Collection[Pass] = (),
     is_verified: bool = True,
 ) -> Program:
-    """Run every pass, or those after one, up to and including another, and verify each new program.
+    """Run the passes that follow ``after`` (by default all), up to and including ``until``; verify each new program.
 
     ``watch`` is called with each pass's name, the program after it and the seconds it took. ``keep``: the passes whose
     programs later passes must not change; the first program is never changed. ``is_verified`` is false for programs
-    that are only priced. Any other error of a pass than one about the user's input is raised as an InternalError.
+    that are only priced. Raises an InternalError for any error of a pass that is not about the user's input.
     """
     is_kept = True
     for run in PASSES[0 if after is None else PASSES.index(after) + 1 : PASSES.index(until) + 1]:
         start = time.perf_counter()
-        with torch._C.DisableTorchFunction():  # modes of the caller, as a default device is one, are for models
+        with torch._C.DisableTorchFunction():  # the caller's modes, such as a default device, are for models
             before = program.copy() if is_kept else program
             program = run_pass(run, before)
             if program is not before and is_verified:
@@ -124,7 +124,7 @@ def run_passes(
 
 
 def run_pass(run: Callable[[Program], Program], program: Program) -> Program:
-    """The program after a pass. Raises an InternalError for any other error than one about the user's input."""
+    """The program after a pass. Raises an InternalError for any error that is not about the user's input."""
     try:
         return run(program)
     except (FourPartError, CaptureError):
@@ -137,7 +137,7 @@ def run_pass(run: Callable[[Program], Program], program: Program) -> Program:
 
 
 def _op_at(traceback: TracebackType | None) -> fx.Node | None:
-    """The op that the innermost function of a traceback had in hand, in a variable ``node``."""
+    """The op that the variable ``node`` held in the innermost function of a traceback that has one."""
     found: fx.Node | None = None
     while traceback is not None:
         node = traceback.tb_frame.f_locals.get("node")
@@ -152,8 +152,8 @@ CAPTURE = "capture"  # the name of the program before the first pass
 class Snapshots(Mapping[str, Program]):
     """The program after capture and after each pass, by name.
 
-    Most are looked at rarely: one that was not kept is made again when it is asked for, by the passes after the nearest
-    one before it that was, or by a function that is kept in its place.
+    Most are rarely looked at. A program that was not kept is made again on request: by a function that was kept in its
+    place, or by running the passes after the nearest kept program before it.
     """
 
     def __init__(self, kept: Mapping[str, Program | Callable[[], Program]]) -> None:

@@ -44,7 +44,7 @@ def verify(program: Program) -> None:
 
 
 def _check_ends(program: Program) -> None:
-    """Inputs and results are described."""
+    """Every input and every result has a description."""
     num, num_described = len(program.placeholders), len(program.inputs)
     assert num == num_described, f"{num} placeholders, {num_described} inputs are described"
     num, num_described = len(program.results), len(program.outputs)
@@ -129,7 +129,7 @@ Open = set[tuple[AxisPart, ReduceOp]]
 
 
 def _check_ring(program: Program, node: fx.Node, operands: Sequence[Any], results: Sequence[Any]) -> None:
-    """Each product agrees with a dot of what is gathered, or with one whose sum is open until it is scattered."""
+    """Each product agrees with a dot of the gathered operand, or with a dot whose sum is open until it is scattered."""
     args: Any = node.args
     values: Sequence[Any] = program.operand_values(node)
     (_, axes, dim, specs, *_), types = args, program.types(node)
@@ -153,7 +153,10 @@ def _check_ring(program: Program, node: fx.Node, operands: Sequence[Any], result
 def _check_rule(
     program: Program, node: fx.Node, rule: Rule, values: Sequence[Value | None], operands: Shardings, results: Shardings
 ) -> None:
-    """Each factor is cut alike on all tensors and may be cut so, and open is what cuts and operands leave open."""
+    """Each factor is cut alike on all tensors, and the rule allows that cut.
+
+    The open sums of a result are those of the operands and those that cut factors leave.
+    """
     cuts: dict[str, DimSharding] = {}
     for value, dims, sharding in zip(values, rule.operands + rule.results, operands + results, strict=True):
         if value is None or sharding is None:
@@ -179,7 +182,7 @@ def _check_rule(
 
 
 def _passing(node: fx.Node, rule: Rule, operands: Shardings) -> Open:
-    """What is open in operands: sums, in one group that the op is linear in, alike, or nothing."""
+    """The open sums of the operands, alike in one group that the op is linear in; empty if none is open."""
     partials = {i: sharding.partial for i, sharding in enumerate(operands) if sharding is not None and sharding.partial}
     if not partials:
         return set()
@@ -197,7 +200,7 @@ def _open_text(open_: Open) -> str:
 
 
 def _check_pins(program: Program) -> None:
-    """The values that the user annotated have that sharding; an annotation in the model is gone once localized."""
+    """Values have the shardings that the user annotated; an annotation in the model is gone once localized."""
     values: dict[tuple[str, str], fx.Node | None] = {("value", node.name): node for node in program.calls}
     for output, result in zip(program.outputs, program.results, strict=True):
         values[output.kind, output.name] = result
@@ -206,7 +209,7 @@ def _check_pins(program: Program) -> None:
         node = values.get((pin.kind, pin.name))
         if node is not None:
             sharding = program.sharding(node)
-            if pin.kind == "parameter":  # which may be stored in another sharding than it is computed on
+            if pin.kind == "parameter":  # it may be stored in a sharding other than the one it is computed in
                 sharding = program.computed.get(pin.name, sharding)
             dims = enumerate(zip(pin.sharding.dims, sharding.dims, strict=True))
             moved = [
@@ -220,7 +223,7 @@ def _check_pins(program: Program) -> None:
 def _check_localized(program: Program) -> None:
     """Each op, run on the local shapes of its operands, gives the local shapes of its results.
 
-    Not so dtypes, nor results that are empty: there kernels of one op differ between devices.
+    Dtypes and empty results are not compared, as kernels of one op differ there between devices.
     """
     for node in program.calls:
         if members(node) or node.target in EXCHANGES:
@@ -249,5 +252,5 @@ ANNOTATED = (*CAPTURED, _is_annotated)
 AGREED = (*ANNOTATED, _op_agrees)
 NODE_CHECKS: dict[Level, tuple[Check, ...]] = {
     "captured": CAPTURED, "canonical": CAPTURED, "annotated": ANNOTATED,
-    "agreed": AGREED, "lowered": AGREED, "localized": ANNOTATED,  # as rules are of global types
+    "agreed": AGREED, "lowered": AGREED, "localized": ANNOTATED,  # rules hold for global types
 }  # fmt: skip

@@ -1,8 +1,8 @@
 """canonicalize: captured -> canonical. Fewer kinds of op, each with a rule that holds.
 
-Losses and means become sums and divisions (losses.py), random ops become draws by a counter (draw_random.py), rows that
-are sorted by expert stay where they are (unsort.py), sums from the end of a dim become one op (scans.py), triangles a
-choice by row and column (triangles.py), and views and constants get one form each (views.py)::
+Losses and means become sums and divisions (losses.py). Random ops become draws by a counter (draw_random.py). Rows
+sorted by expert stay where they are (unsort.py). Sums from the end of a dim become one op (scans.py). Triangles become
+a choice by row and column (triangles.py). Views and constants get one form each (views.py)::
 
     mean: f32[] = mean(x)                      sum: f32[] = sum(x);  div: f32[] = div(sum, 512)
     m: f32[8, 64] = bernoulli(x, 0.9)     ->   u = uniform(random, 8153, index);  lt = lt(u, 0.9);  m = _to_copy(lt)
@@ -36,7 +36,7 @@ aten = torch.ops.aten
 
 
 def canonicalize(program: Program) -> Program:
-    """The program in fewer kinds of op, with equal values."""
+    """The program in fewer kinds of op, with the same values."""
     program = program.edited("canonical")
     draw_random(program)
     _rewrite(program, VIEWS | CONSTANTS | LOSSES | CONVOLUTIONS | SCANS | TRIANGLES)
@@ -61,7 +61,7 @@ def _rewrite(program: Program, rewrites: Mapping[Any, Rewrite]) -> None:
 
 
 def _separate_pinned_outputs(program: Program) -> None:
-    """Copy a pinned output that is an input, an annotated value or another pinned output: its pin is then its own."""
+    """Copy a pinned output that is also an input, an annotated value or another pinned output, so that pins differ."""
     pinned = {pin.name: pin for pin in program.pins if pin.kind == "output"}
     values_with_pin = {*program.placeholders, *filter(is_annotation, program.calls)}
     results = list(program.results)
@@ -79,7 +79,7 @@ def _separate_pinned_outputs(program: Program) -> None:
     program.output_node.args = (tuple(results),)
 
 
-# Convolutions: the bias apart.
+# Convolutions: the bias becomes an op of its own.
 
 
 def _convolution(program: Program, node: fx.Node) -> Results:
@@ -93,7 +93,7 @@ def _convolution(program: Program, node: fx.Node) -> Results:
 
 
 def _convolution_backward(program: Program, node: fx.Node) -> Results:
-    """The bias's gradient is a sum of its own."""
+    """The gradient of the bias becomes a separate sum."""
     emit, given = Emitter(program, node), arguments(node)
     has_x, has_weight, has_bias = given["output_mask"]
     if not has_bias:

@@ -1,13 +1,13 @@
-"""cut_stages: captured -> captured. Each call gets the stage of the pipeline that it is part of.
+"""cut_stages: captured -> captured. Each call gets its stage of the pipeline.
 
-A call of forward has the stage that ``choose_stages`` chooses; a call of backward has that of the call of forward that
-it differentiates::
+``fastest_stages`` chooses the stage of each forward call; a backward call has the stage of the forward call that it
+differentiates::
 
     h = mm(x, a);  y = mm(h, b)        ->        h = mm(x, a)    # stage 0        y = mm(h, b)    # stage 1
     da = mm(x, dh)                               da = mm(x, dh)  # stage 0
 
-Later passes give what they insert the stage of the call that it is inserted for. Invariant: the graph stays one and as
-it was. Which values cross from stage to stage is read off it at the end (shardc/program/stages.py).
+A call that a later pass inserts gets the stage of the call that it is inserted for. Invariant: the graph stays in one
+piece and unchanged. The values that cross between stages are read off it at the end (shardc/program/stages.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .keep_dims import keep_dims
 
 
 def cut_stages(program: Program) -> Program:
-    """The program with a stage for each call; the same without a pipeline."""
+    """The program with a stage for each call; unchanged without a pipeline."""
     pipeline = program.options.pipeline
     if pipeline is None:
         return program
@@ -43,5 +43,5 @@ def cut_stages(program: Program) -> Program:
 
 
 def _annotated(program: Program) -> Program:
-    """The program before it has stages, in the ops and shardings by which its calls are timed."""
+    """The program without stages, in the ops and shardings that its calls are timed in."""
     return propagate(cut_blocks(keep_dims(canonicalize(program.copy()))))

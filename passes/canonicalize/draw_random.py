@@ -1,7 +1,8 @@
-"""Random ops as draws by a counter: element by element, whatever the mesh.
+"""Random ops as draws by a counter: element by element, the same on every mesh.
 
-What an op draws depends on the seed, the step, its module and its ordinal there, and the index of the element in the
-whole value. So a shard, and a call that backward repeats, draw the same numbers.
+A draw depends on the seed, the step, the op's module, its ordinal in the module, and the index of the element in the
+whole value. So a shard draws the numbers that the whole value has there, and a call that backward repeats draws the
+same ones again.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def draw_random(program: Program) -> None:
 
 
 def _attention(program: Program, node: fx.Node, draw: Draw) -> None:
-    """Attention with dropout and its backward, which drops the same, are given what they draw by."""
+    """Give attention with dropout, and its backward, the seed, the key and the indices that both draw the mask from."""
     q, k = (draw.given[name] for name in ("query", "key"))
     first = draw.index(draw.emit.shape(q)[:3], draw.emit.shape(k)[2])
     targets = TILED_BACKWARD, TILED_MASK_BACKWARD
@@ -61,8 +62,8 @@ def _attention(program: Program, node: fx.Node, draw: Draw) -> None:
 
 
 def _seed(program: Program, node: fx.Node, draw: Draw) -> None:
-    """The same op, whole, by a generator of its own."""
-    unused = (torch.Generator, torch.device, torch.layout)  # a tensor is made where the program runs
+    """The same op, whole on every rank, with a generator of its own."""
+    unused = (torch.Generator, torch.device, torch.layout)  # tensors are made on the device that the program runs on
     given = [None if isinstance(value, unused) else value for value in arguments(node).values()]
     if any(isinstance(value, fx.Node) for entry in given if isinstance(entry, (list, tuple)) for value in entry):
         source = program.source(node)
@@ -87,7 +88,7 @@ _OVERWRITES = {
 
 
 def name_draws(program: Program) -> Program:
-    """The program of the values of parameters, each draw from the module path that is a parameter's name."""
+    """The program of initial values, where a draw's module is the name of the parameter that it is for."""
     program = program.edited()
     for node in list(program.calls):
         with program.graph.inserting_before(node):
@@ -106,7 +107,7 @@ def name_draws(program: Program) -> Program:
 
 
 def _forget(program: Program, node: fx.Node) -> None:
-    """Of the first operand the op needs only shape and dtype."""
+    """Drop the first operand of an op that overwrites it, which needs only its shape and dtype."""
     type_, given = program.type(node), arguments(node)
     if node.target in (aten.zero.default, aten.fill.Scalar):
         value = given.get("value", 0)
@@ -129,15 +130,15 @@ def _unwritten(program: Program, node: fx.Node) -> fx.Node:
 # Numbers by a counter.
 
 
-Drawn = fx.Node | tuple[fx.Node, ...]  # what stands for a random op, or for each of its results
+Drawn = fx.Node | tuple[fx.Node, ...]  # the replacement of a random op, or of each of its results
 _BITS = {torch.float16: 11, torch.bfloat16: 8}  # leading bits of a number in [0, 1) that the dtype keeps
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 class Draw:
-    """One random op: ``place`` is its module and its ordinal there, which with seed and step keys what it draws.
+    """One random op. ``place``: its module and its ordinal there, which with seed and step are the key of its draws.
 
-    ``work``: the dtype that its numbers are computed in, float64 unless the op is of a float of 32 bits or less.
+    ``work``: the dtype that its numbers are computed in: float32 for a float result of 32 bits or less, else float64.
     """
 
     def __init__(self, program: Program, node: fx.Node, place: str) -> None:
@@ -155,16 +156,16 @@ class Draw:
         return next(node for (kind, _), node in self.program.named_inputs.items() if kind == "random")
 
     def key(self, part: int = 0) -> int:
-        """A number of the place; another ``part`` has another."""
+        """The place as a number of 32 bits; each ``part`` has another."""
         place = f"{self.place}/{part}" if part else self.place
         return int.from_bytes(hashlib.blake2s(place.encode(), digest_size=4).digest(), "big")
 
     def uniform(self, part: int = 0, shape: tuple[int, ...] | None = None) -> fx.Node:
-        """Numbers in [0, 1) of the op's shape, in float32; another ``part`` draws others."""
+        """Numbers in [0, 1) of the op's shape, in float32; each ``part`` draws others."""
         return self.emit(uniform, self.random, self.key(part), self.index(self.shape if shape is None else shape))
 
     def index(self, shape: tuple[int, ...], num_each: int = 1) -> fx.Node:
-        """The index of each element of a shape, or of the first of ``num_each`` in its place."""
+        """The index of each element of a shape, or of the first of the ``num_each`` elements at its place."""
         index = self.emit(aten.scalar_tensor.default, 0, dtype=torch.int64)
         for dim, size in enumerate(shape):
             stride = math.prod(shape[dim + 1 :]) * num_each
@@ -174,7 +175,7 @@ class Draw:
         return index
 
     def uniform_in(self, dtype: torch.dtype, part: int = 0) -> fx.Node:
-        """The same numbers in a dtype; one of few bits keeps the leading ones, so that no number becomes 1."""
+        """The same numbers in a dtype; a narrow one keeps their leading bits, so that no number rounds to 1."""
         if dtype.is_complex:
             real, imaginary = (self.uniform_in(_REAL[dtype], part + i) for i in range(2))
             return self.emit(aten.complex.default, real, imaginary)
@@ -191,7 +192,7 @@ class Draw:
         return self.emit(aten.add.Tensor, coarse, self.emit(aten.mul.Scalar, fine, 2.0**-24))
 
     def normal(self) -> fx.Node:
-        """Normal numbers of the op's shape, by Box and Muller (1958); complex ones have a variance of 1 in all."""
+        """Normal numbers of the op's shape, by Box and Muller (1958); complex ones have a total variance of 1."""
         radius = self.emit(aten.sqrt.default, self.emit(aten.mul.Scalar, self.log_of_rest(), -2.0))
         angle = self.emit(aten.mul.Scalar, self.uniform_in(self.work, 1), 2 * math.pi)
         real = self.emit(aten.mul.Tensor, radius, self.emit(aten.cos.default, angle))
@@ -201,7 +202,7 @@ class Draw:
         return self.emit(aten.mul.Scalar, self.emit(aten.complex.default, real, imaginary), math.sqrt(0.5))
 
     def log_of_rest(self) -> fx.Node:
-        """log(1 - u), which is finite, as u is below 1."""
+        """log(1 - u), which is finite as u is below 1."""
         rest = self.emit(aten.rsub.Scalar, self.uniform_in(self.work), 1.0)
         return self.emit(aten.log.default, rest)
 
@@ -210,14 +211,14 @@ class Draw:
         return self.emit(aten.add.Tensor, self.emit(aten.mul.Tensor, drawn, scale), shift)
 
 
-# Distributions. A single result is cast to the op's dtype where it takes the op's place.
+# Distributions. A single result is cast to the op's dtype when it replaces the op.
 
 
-_WIDE = 2**48  # more whole numbers than a fine uniform number tells apart
+_WIDE = 2**48  # the number of values of a fine uniform number
 
 
 def _dropout(draw: Draw) -> Drawn:
-    """The kept values over the chance to be kept, and the mask of those kept."""
+    """The kept values, divided by the probability to be kept, and the mask of kept values."""
     keep = 1.0 - draw.given["p"] if draw.given["train"] else 1.0
     mask = draw.emit(aten.lt.Scalar, draw.uniform(), keep)
     kept = draw.emit(aten.mul.Tensor, draw.given["input"], draw.emit.cast(mask, draw.dtype))
@@ -240,7 +241,7 @@ def _normal(draw: Draw) -> fx.Node:
 
 
 def _exponential(draw: Draw) -> Drawn:
-    """Never zero, as its logarithm is taken (the Gumbel distribution)."""
+    """Never zero, since models take its logarithm (for the Gumbel distribution)."""
     waited = draw.emit(aten.clamp_min.default, draw.emit(aten.neg.default, draw.log_of_rest()), 2.0**-25)
     return draw.emit(aten.div.Tensor, waited, draw.given["lambd"])
 
@@ -251,14 +252,14 @@ def _cauchy(draw: Draw) -> Drawn:
 
 
 def _geometric(draw: Draw) -> Drawn:
-    """How many trials until one succeeds, itself included."""
+    """The number of trials up to the first success, itself included."""
     chance = draw.given["p"]
     failed = draw.emit(aten.div.Tensor, draw.log_of_rest(), math.log1p(-chance) if chance < 1 else -math.inf)
     return draw.emit(aten.add.Tensor, draw.emit(aten.floor.default, failed), 1.0)
 
 
 def _rrelu(draw: Draw) -> Drawn:
-    """The slope of every negative element is drawn; the second result holds all slopes."""
+    """The slope of each negative element is drawn in training; the second result holds all slopes."""
     given = draw.given
     if not given["training"]:
         slope = draw.emit(aten.full.default, list(draw.shape), (given["lower"] + given["upper"]) / 2, dtype=draw.dtype)
@@ -272,9 +273,9 @@ def _rrelu(draw: Draw) -> Drawn:
 
 
 def _whole_number(draw: Draw) -> Drawn:
-    """Whole numbers from ``low`` up to, not including, ``high``: even over large ranges too.
+    """Whole numbers from ``low`` up to, not including, ``high``, uniform over large ranges too.
 
-    Without bounds from 0 up to the largest that a whole number has, or that a float counts to.
+    Without bounds they run from 0 to the largest integer of the dtype, or the largest that a float dtype counts to.
     """
     low, high = draw.given.get("low", 0), draw.given.get("high", draw.given.get("to"))
     if high is None and draw.dtype.is_floating_point:
@@ -292,15 +293,15 @@ def _whole_number(draw: Draw) -> Drawn:
 
 
 def _randperm(draw: Draw) -> Drawn:
-    """The order of as many numbers; whole, as sorting is."""
+    """The order that sorts that many random numbers; whole, as sorting is."""
     return draw.emit.item(draw.emit(aten.sort.stable, draw.fine_uniform(), stable=True, dim=-1), 1)
 
 
 def _multinomial(draw: Draw) -> Drawn:
-    """Rows of chances to indices drawn by them.
+    """Indices drawn by rows of probabilities.
 
-    With replacement, the first index whose cumulated chance is above a uniform number; one of no chance never is.
-    Without, those that come first in an exponential race.
+    With replacement: the first index whose cumulative probability is above a uniform number, hence never one of
+    probability 0. Without: the indices that come first in an exponential race.
     """
     chance, count = draw.emit.cast(draw.given["self"], torch.float64), draw.given["num_samples"]
     shape = draw.emit.shape(chance)

@@ -1,13 +1,13 @@
 """keep_dims: canonical -> canonical. Every matrix product becomes one ``dot`` over the model's own dims.
 
-So a batch dim and a sequence dim never meet in one flat dim, where only one of their cuts could stay. The views and
-permutes that made the operands of a product flat go::
+So a batch dim and a sequence dim never merge into one flat dim, where only one of their cuts could stay. The views and
+permutes that flattened the operands of a product are removed::
 
     v: f32[128, 64] = reshape(x)        # x: f32[8, 16, 64]
     m: f32[128, 256] = mm(v, w)         ->   m: f32[8, 16, 256] = dot(x, w, "a b c, c d -> a b d")
     y: f32[8, 16, 256] = reshape(m)
 
-Invariant: no mm, bmm or addmm is left, and every value is as before.
+Invariant: no mm, bmm, addmm or baddbmm is left, and every value is as before.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def keep_dims(program: Program) -> Program:
     _join_reshapes(program)
     program.remove_dead()
     for node in program.calls:
-        program.rule(node)  # bound once for all that is compiled from here on with other annotations
+        program.rule(node)  # bound once for all later compiles of this program with other annotations
     return program
 
 
 @dataclass(slots=True)
 class _Product:
-    """A product in the making: two operands, the names of their dims and of the result's."""
+    """A product in the making: two operands, the names of their dims and those of the result's dims."""
 
     operands: list[fx.Node]
     names: list[Names]
@@ -81,7 +81,7 @@ def _rewrite(program: Program, node: fx.Node) -> None:
 
 
 def _add_bias(program: Program, node: fx.Node, product: fx.Node) -> fx.Node:
-    """``beta * bias + alpha * product``; a bias of the last dim alone stays as it is."""
+    """``beta * bias + alpha * product``; the product is flattened unless its last dims are those of the bias."""
     bias, beta, alpha = operand(node), arguments(node)["beta"], arguments(node)["alpha"]
     shape, bias_shape = program.type(product).shape, program.type(bias).shape
     if shape[len(shape) - len(bias_shape) :] != bias_shape:
@@ -94,7 +94,7 @@ def _add_bias(program: Program, node: fx.Node, product: fx.Node) -> fx.Node:
 
 
 def _absorb(program: Program, product: _Product, node: fx.Node) -> bool:
-    """Take one permute or one merging view into the product; False when there is none left to take."""
+    """Absorb one permute or one merging view into the product; False if none is left."""
     for side, view in enumerate(product.operands):
         if view.target is aten.permute.default:
             names = dict(zip(arguments(view)["dims"], product.names[side], strict=True))
@@ -108,7 +108,7 @@ def _absorb(program: Program, product: _Product, node: fx.Node) -> bool:
 
 
 def _absorb_merge(program: Program, product: _Product, side: int, node: fx.Node) -> bool:
-    """Look through a view that merged dims of an operand, where the other side or the result is ready for it."""
+    """Absorb a view that merged dims of an operand, if each can be split on the other operand or the result."""
     view = product.operands[side]
     source = operand(view)
     groups = merged_dims(program.type(source).shape, program.type(view).shape)
@@ -128,7 +128,7 @@ def _absorb_merge(program: Program, product: _Product, side: int, node: fx.Node)
 
 
 def _is_ready(program: Program, product: _Product, side: int, name: str, group: tuple[int, ...], node: fx.Node) -> bool:
-    """Whether a dim can come apart at no cost: a user of the result takes it apart, or the other operand merged it."""
+    """Whether a dim can be split at no cost: a user of the result splits it, or the other operand merged it."""
     if name in product.out and name not in product.names[1 - side]:
         return any(_takes_apart(program, user, group) for user in node.users)
     other = product.operands[1 - side]
@@ -144,7 +144,7 @@ def _takes_apart(program: Program, user: fx.Node, group: tuple[int, ...]) -> boo
 
 
 def _merges(program: Program, apart: fx.Node, together: fx.Node, group: tuple[int, ...]) -> bool:
-    """Whether a view from the one to the other does nothing but merge dims, and these sizes into one of them."""
+    """Whether a view from ``apart`` to ``together`` only merges dims, and merges dims of these sizes into one."""
     groups = merged_dims(program.type(apart).shape, program.type(together).shape)
     return groups is not None and group in groups
 
@@ -200,14 +200,14 @@ def _sum_unmerged(program: Program, node: fx.Node) -> None:
 
 
 def _reshape(program: Program, node: fx.Node, shape: tuple[int, ...]) -> fx.Node:
-    """A value in a shape; itself if it has that."""
+    """A value in a shape; the value itself if it has that shape."""
     if program.type(node).shape == shape:
         return node
     return program.insert(aten.reshape.default, (node, list(shape)), TensorType(shape, program.type(node).dtype), node)
 
 
 def _join_reshapes(program: Program) -> None:
-    """A view of a view is one view; a view back to the shape it came from is nothing."""
+    """Join chains of views into one view each, and remove views back to the first shape."""
     for node in list(program.calls):
         if node.target is not aten.reshape.default:
             continue

@@ -24,7 +24,7 @@ EACH, MEAN, SUM = 0, 1, 2  # torch's numbers for a loss's reduction
 
 
 def _mean(program: Program, node: fx.Node) -> Results:
-    """The sum over the dims, divided by how many elements it adds."""
+    """The sum over the dims, divided by the number of elements that it adds."""
     emit, source, given = Emitter(program, node), operand(node), arguments(node)
     dims = given.get("dim") or list(range(len(program.type(source).shape)))
     keep, dtype = bool(given.get("keepdim")), program.type(node).dtype
@@ -34,7 +34,7 @@ def _mean(program: Program, node: fx.Node) -> Results:
 
 
 def _mean_loss(program: Program, node: fx.Node) -> Results:
-    """A mean is the sum divided by the number of elements, or of rows; its gradient is divided before."""
+    """A mean is the sum divided by the number of elements or rows; in backward the incoming gradient is divided."""
     emit, given = Emitter(program, node), arguments(node)
     if given["reduction"] != MEAN:
         return None
@@ -68,7 +68,7 @@ def _summed_loss(program: Program, node: fx.Node) -> Results:
 
 
 def _nll_loss(program: Program, node: fx.Node) -> Results:
-    """The mean, the sum or each of -w[target] * x[row, target[row]] over the rows whose target counts.
+    """The mean, the sum or each of -w[target] * x[row, target[row]] over the rows whose target is not ignored.
 
     ``x`` is ``[rows, classes, *more rows]``; w is 1 without weights. The mean is divided by the sum of the weights.
     """
@@ -91,7 +91,7 @@ def _nll_loss(program: Program, node: fx.Node) -> Results:
 
 
 def _nll_loss_backward(program: Program, node: fx.Node) -> Results:
-    """The gradient of each row, where the class is its target; rows and classes may be cut."""
+    """The gradient of each row at the class of its target, 0 elsewhere; rows and classes may be cut."""
     emit, given = Emitter(program, node), arguments(node)
     gradient, shape = given["grad_output"], program.type(given["self"]).shape
     if len(shape) < 2:
@@ -111,9 +111,9 @@ def _nll_loss_backward(program: Program, node: fx.Node) -> Results:
 
 
 def _log_softmax_backward(program: Program, node: fx.Node) -> Results:
-    """``g - exp(y) * sum(g)`` of a cross entropy, whose ``g`` is no more than a number a row, at the target.
+    """``g - exp(y) * sum(g)`` of a cross entropy, whose ``g`` is one number a row, at the target.
 
-    So the gradient of the logits is made in one piece of memory as large as they are, not in three.
+    The gradient of the logits then takes one tensor of their size, not three.
     """
     given = arguments(node)
     gradient, y = given["grad_output"], given["output"]
@@ -152,12 +152,12 @@ def _without_dim_of_one(program: Program, x: fx.Node) -> fx.Node:
 
 
 def _shaped(emit: Emitter, x: fx.Node, shape: tuple[int, ...]) -> fx.Node:
-    """A value in a shape; itself if it has that."""
+    """A value in a shape; the value itself if it has that shape."""
     return x if emit.shape(x) == shape else emit(aten.reshape.default, x, list(shape))
 
 
 def _targets(emit: Emitter, x: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """Which rows of ``x`` count, the target of each, 0 where it does not count, and its weight, 0 there too."""
+    """A mask of the rows of ``x`` that count, and the target and weight of each row, both 0 where it does not count."""
     given, type_ = emit.given, emit.type(x)
     dtype, target = type_.dtype, _shaped(emit, given["target"], (type_.shape[0], *type_.shape[2:]))
     counted = emit(aten.ne.Scalar, target, given["ignore_index"])

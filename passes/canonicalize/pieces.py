@@ -1,7 +1,7 @@
-"""Pieces of a value that are all put together again are views of it: ``cat(list(x))`` is ``x`` in another shape.
+"""All pieces of a value, put together again, are a view of it: ``cat(list(x))`` is ``x`` in another shape.
 
-Models write this to treat one sample after another. As a view it sends nothing where the samples are cut; as slices it
-would gather them.
+Models write this to treat one sample after another. If the samples are cut, a view sends nothing, while slices would
+gather them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """``source`` from ``start`` to ``end`` along a dim, which the piece lacks if it ``drops_dim``."""
+    """``source`` from ``start`` to ``end`` along a dim; with ``drops_dim`` the piece lacks that dim."""
 
     source: fx.Node
     dim: int
@@ -35,7 +35,7 @@ class _Piece:
 
     @staticmethod
     def of(program: Program, node: fx.Node) -> _Piece | None:
-        """What a value is a piece of."""
+        """A value as a piece of its source; None for other values."""
         maker: Any = node.args[0] if node.target is operator.getitem else node
         if maker.target not in (aten.slice.Tensor, aten.select.int, aten.unbind.int, *_SPLITS):
             return None
@@ -60,7 +60,7 @@ _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 
 
 def cat(program: Program, node: fx.Node) -> Results:
-    """The source of pieces that follow one another, with their dim merged into that of ``cat``."""
+    """The source of consecutive pieces, with their dim merged into that of ``cat``."""
     first = _all_of(program, arguments(node)["tensors"])
     if first is None or program.type(node).dtype != program.type(first.source).dtype:
         return None
@@ -72,9 +72,9 @@ def cat(program: Program, node: fx.Node) -> Results:
 
 
 def stack(program: Program, node: fx.Node) -> Results:
-    """The source of pieces that follow one another, their number as a dim where ``stack`` puts it.
+    """The source of consecutive pieces, with a dim over the pieces where ``stack`` puts it.
 
-    Chunks that the model itself stacks stay: it does so to combine them, which takes less than a sum over a cut dim.
+    Chunks that the model itself stacks stay, since it then combines them, which is cheaper than a sum over a cut dim.
     """
     tensors = arguments(node)["tensors"]
     first = _all_of(program, tensors)
@@ -90,9 +90,9 @@ def stack(program: Program, node: fx.Node) -> Results:
 
 
 def slice_of_padded(program: Program, node: fx.Node) -> Results:
-    """A slice of a padded value that nobody else reads is the value with other padding.
+    """A slice of a padded value without other readers is the value with other padding.
 
-    Models shift labels by one position so; of the slice a rank needs one position of its neighbour.
+    Models shift labels by one position in this way. A rank then needs only one position of its neighbour.
     """
     padded, piece = operand(node), _Piece.of(program, node)
     if piece is None or padded.target is not aten.constant_pad_nd.default or len(padded.users) > 1:
@@ -111,7 +111,7 @@ def slice_of_padded(program: Program, node: fx.Node) -> Results:
 
 
 def _all_of(program: Program, tensors: Sequence[fx.Node]) -> _Piece | None:
-    """The first of pieces that are one source from its beginning to its end; None for other values."""
+    """The first of the pieces if together they are one source from beginning to end; None otherwise."""
     pieces = [_Piece.of(program, each) for each in tensors]
     first, at = pieces[0], 0
     for piece in pieces:
@@ -124,7 +124,7 @@ def _all_of(program: Program, tensors: Sequence[fx.Node]) -> _Piece | None:
 
 
 def _moved(program: Program, node: fx.Node, x: fx.Node, dim: int, to: int) -> fx.Node:
-    """``x`` with a dim at another place."""
+    """``x`` with a dim moved to another place."""
     order = [i for i in range(len(program.type(x).shape)) if i != dim]
     order.insert(to, dim)
     return x if order == sorted(order) else program.emit(aten.permute.default, x, order, like=node)

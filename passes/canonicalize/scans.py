@@ -1,4 +1,4 @@
-"""Sums along a dim from its end: what gradients of ``cumsum`` are made of, as one op in place of three."""
+"""Sums from the end of a dim, as in gradients of ``cumsum``: one op in place of three."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FROM_END: dict[Any, Any] = {
 
 
 def _flip(program: Program, node: fx.Node) -> fx.Node | None:
-    """``flip(cumsum(flip(x)))`` along one dim, or that of another scan; None for other flips."""
+    """The one op for ``flip(scan(flip(x)))`` along one dim, ``scan`` a cumsum or logcumsumexp; None for other flips."""
     outer, summed = arguments(node), arguments(node)["self"]
     if summed.target not in FROM_END or program.type(summed).dtype != program.type(node).dtype:
         return None

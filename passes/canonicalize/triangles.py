@@ -1,4 +1,4 @@
-"""Triangles of matrices as a choice by row and column, so that a rank makes its own rows or columns of one."""
+"""Triangles of matrices as a choice by row and column, so that each rank makes only its own rows or columns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 def _triangle(program: Program, node: fx.Node) -> fx.Node:
-    """The elements whose row and column are on one side of a diagonal, else zero."""
+    """The elements on one side of a diagonal, zero elsewhere."""
     emit = Emitter(program, node)
     given, (*_, rows, columns) = emit.given, emit.shape(node)
     row = emit(aten.unsqueeze.default, emit(aten.arange.start, given["diagonal"], given["diagonal"] + rows), 1)

@@ -1,13 +1,14 @@
-"""Rows that are sorted, computed on one by one and put back stay where they are, so that no rank needs all of them.
+"""Leave rows in place that a model sorts, computes on one by one and puts back, so that no rank needs all of them.
 
-Mixtures of experts sort tokens by expert, so that the tokens of an expert are neighbours. Where every op on the sorted
-rows gives the same in any order, by its rule, the order is left as it was::
+Mixtures of experts sort tokens by expert, so that the tokens of an expert are neighbours. If every op on the sorted
+rows, by its rule, gives the same result in any order, they keep their order::
 
     e = sort(expert);  x = index(tokens, e[1])               e = arange(64);  x = index(tokens, e)
     y = expert_product(x, w, e[0], experts)           ->     y = expert_product(x, w, expert, experts)
     z = index(y, inverse of e[1])                            z = index(y, e)
 
-State of ``_Rows``: for each value that holds sorted rows the dim they lie along; ``inverses``: what puts them back.
+State of ``_Rows``. ``dims``: the dim of rows of each value that holds sorted rows; ``inverses``: the indices that put
+rows back.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ CASTS = (aten._to_copy.default, aten.reshape.default)
 
 
 def unsort(program: Program) -> bool:
-    """Leave rows in the order in which they come, where their order does not matter; whether any were."""
+    """Leave sorted rows in their first order wherever the order does not matter; return whether there were any."""
     is_changed = False
     for node in list(program.calls):
         if node.target in SORTS and len(program.type(operand(node)).shape) == 1:
@@ -46,7 +47,7 @@ def unsort(program: Program) -> bool:
 
 
 def _name_experts(program: Program, sort: fx.Node) -> None:
-    """The group of each sorted row, counted from where groups end, is the number that it was sorted by."""
+    """Replace the group of each sorted row, searched among the ends of groups, by the key that it was sorted by."""
     keys = _picked(sort, 0)
     if keys is None or not _is_position(operand(sort)):
         return
@@ -57,7 +58,7 @@ def _name_experts(program: Program, sort: fx.Node) -> None:
 
 
 def _is_position(node: fx.Node) -> bool:
-    """Whether a value holds indices that an op found, which are not negative."""
+    """Whether a value holds indices that an op found, so that none is negative."""
     if node.target in CASTS:
         return _is_position(operand(node))
     if node.target is aten.cat.default:
@@ -68,7 +69,7 @@ def _is_position(node: fx.Node) -> bool:
 
 
 def _is_end_of_groups(node: fx.Node, keys: fx.Node) -> bool:
-    """Whether a node holds where each run of equal keys ends: how many keys there are of each number, summed up."""
+    """Whether a node holds the end of each run of equal keys: the cumulative sum of the count of each key."""
     if node.target is not aten.cumsum.default or operand(node).target is not aten.histc.default:
         return False
     counts = arguments(operand(node))
@@ -96,11 +97,11 @@ class _Rows:
 
     @property
     def size(self) -> int:
-        """How many rows."""
+        """The number of rows."""
         return self.program.type(operand(self.sort)).numel
 
     def may_stay(self) -> bool:
-        """Whether all that is done with the sorted rows may be done in any order; fills the state."""
+        """Whether every op on the sorted rows gives the same result in any order; fills the state."""
         self.dims = {(self.sort, 0): 0, (self.sort, 1): 0}
         for node in self.program.calls:
             if node is not self.sort and any(map(self._is_state, node.all_input_nodes)) and not self._follow(node):
@@ -108,7 +109,7 @@ class _Rows:
         return bool(self.inverses) and not any(map(self._is_state, filter(None, self.program.results)))
 
     def leave(self) -> None:
-        """Let rows keep their places: the order is that in which they came, and so is the order back."""
+        """Let rows keep their places: the sorted order and its inverses become the identity."""
         order, keys = _picked(self.sort, 1), _picked(self.sort, 0)
         with self.program.graph.inserting_before(self.sort):
             identity = self.program.emit(aten.arange.default, self.size, like=self.sort, dtype=torch.int64)
@@ -121,7 +122,7 @@ class _Rows:
         return node in self.inverses or self.program.value(node) in self.dims
 
     def _follow(self, node: fx.Node) -> bool:
-        """Whether an op gives the same in any order of the rows; where its results have them, they are noted."""
+        """Whether an op gives the same result in any order of the rows; records the dim of rows of its results."""
         target, given = node.target, arguments(node) if hasattr(node.target, "_schema") else {}
         if target is aten.index.Tensor and len(given["indices"]) == 1 and given["indices"][0] in self.inverses:
             return self._dim_of(given["self"]) == 0
@@ -132,11 +133,11 @@ class _Rows:
         return self._follow_rule(node, self.program.rule(node))
 
     def _dim_of(self, node: Any) -> int | None:
-        """The dim that the sorted rows lie along, if a value holds them."""
+        """The dim of sorted rows of a value; None if it holds none."""
         return self.dims.get(self.program.value(node)) if isinstance(node, fx.Node) else None
 
     def _follow_put(self, node: fx.Node, given: Mapping[str, Any]) -> bool:
-        """Rows put where they came from, or added up; gradients put in the sorted order; or the numbers of rows."""
+        """Follow a put: of row numbers (an inverse), of rows back or into sums, or of gradients in sorted order."""
         index, values = given["indices"][0] if len(given["indices"]) == 1 else None, given["values"]
         if index is None or given["self"].target is not aten.full.default:
             return False
@@ -154,7 +155,7 @@ class _Rows:
         return bool(shape) and shape[0] == self.size
 
     def _follow_rule(self, node: fx.Node, rule: Rule) -> bool:
-        """By its rule: one factor is the rows, on every operand that has it, and on results as a dim of its own."""
+        """Follow an op by its rule: one factor is the rows on all operands that have it, and a whole dim of results."""
         operands = [pair for pair in zip(self.program.operand_values(node), rule.operands, strict=True) if pair[0]]
         row_dims = {dims[self.dims[value]] if dims else () for value, dims in operands if value in self.dims}
         factors = row_dims.pop()
@@ -174,11 +175,11 @@ class _Rows:
         return True
 
 
-# Then an index may name every row in order, and needs no rule.
+# Then an index may name every row in order: it is a view.
 
 
 def _index_rows(program: Program, node: fx.Node) -> Results:
-    """Rows in their own order are the tensor, and each row ``n`` times is an expanded view of it."""
+    """An index of all rows in order is the tensor; one of each row ``n`` times is an expanded view of it."""
     given = arguments(node)
     source, repeats = given["self"], _repeats(program, given)
     if repeats is None:
@@ -190,7 +191,7 @@ def _index_rows(program: Program, node: fx.Node) -> Results:
 
 
 def _index_put(program: Program, node: fx.Node) -> Results:
-    """What is put on each row, or the sum of the ``n`` that are added to it."""
+    """The value put on each row, or the row plus the sum of the ``n`` values added to it."""
     given = arguments(node)
     target, values, repeats = given["self"], given["values"], _repeats(program, given)
     shape = program.type(target).shape
@@ -207,7 +208,7 @@ def _index_put(program: Program, node: fx.Node) -> Results:
 
 
 def _repeats(program: Program, given: dict[str, Any]) -> int | None:
-    """How often each row of the first dim is named, one after the other; None where other places are."""
+    """The number of times that an index names each row of the first dim, in order; None for any other index."""
     indices, size = given["indices"], program.type(given["self"]).shape[0]
     if len(indices) != 1 or not size:
         return None

@@ -1,4 +1,4 @@
-"""Views, copies and constants in one form each; those that change nothing go."""
+"""Views, copies and constants in one form each; those that change nothing are removed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 def _copy(program: Program, node: fx.Node) -> Results:
-    """A conversion to the dtype that the value has already; or of a number, as a trace of vmap has it."""
+    """Remove a conversion to the dtype that a value already has; make a scalar of a number, as vmap traces it."""
     if not isinstance(node.args[0], fx.Node):
         return program.emit(aten.scalar_tensor.default, node.args[0], like=node, dtype=program.type(node).dtype)
     source = operand(node)
@@ -28,7 +28,7 @@ def _copy(program: Program, node: fx.Node) -> Results:
 
 
 def _to_shape(op: Any) -> Rewrite:
-    """Every view of a kind is one op to an explicit shape, or nothing."""
+    """A rewrite of views as ``op`` with an explicit shape, or as their source if they change nothing."""
 
     def rewrite(program: Program, node: fx.Node) -> Results:
         source, type_ = operand(node), program.type(node)
@@ -43,7 +43,7 @@ _reshape = _to_shape(aten.reshape.default)
 
 
 def _permute(program: Program, node: fx.Node) -> Results:
-    """Every transpose is a permute from the first of a chain of them, or nothing."""
+    """A transpose, joined with a permute before it, is one permute, or nothing."""
     source, dims = operand(node), _permuted_dims(node, len(program.type(node).shape))
     if source.target is aten.permute.default:
         outer = _permuted_dims(source, len(dims))
@@ -65,7 +65,7 @@ def _permuted_dims(node: fx.Node, ndim: int) -> list[int]:
 
 
 def _index(program: Program, node: fx.Node) -> Results:
-    """An index by ``arange`` of each dim, each spread along its own dims, is a view."""
+    """An index of every dim by an ``arange``, each along a dim of its own, is a view."""
     source, indices = operand(node), arguments(node)["indices"]
     shape, last = program.type(source).shape, -1
     if len(indices) != len(shape):
@@ -79,7 +79,7 @@ def _index(program: Program, node: fx.Node) -> Results:
 
 
 def _put_by_mask(program: Program, node: fx.Node) -> Results:
-    """One number put where a mask of leading dims says is a choice between the two, element by element."""
+    """One number written where a mask of leading dims is true is an elementwise ``where``."""
     given = arguments(node)
     x, values, (mask, *others) = given["self"], given["values"], given["indices"]
     if mask is None or any(others) or program.type(mask).dtype != torch.bool or program.type(values).numel != 1:
@@ -95,7 +95,7 @@ def _put_by_mask(program: Program, node: fx.Node) -> Results:
 
 
 def _index_along(program: Program, node: fx.Node) -> Results:
-    """An index of one dim is an index of a tensor by tensors; likewise what is added or put there."""
+    """An index along one dim is an index by a list of tensors; likewise for values added or copied there."""
     given, ndim = arguments(node), len(program.type(operand(node)).shape)
     if not ndim:
         return None
@@ -112,7 +112,7 @@ def _index_along(program: Program, node: fx.Node) -> Results:
 
 
 def _arange_dim(program: Program, node: Any, size: int, shape: tuple[int, ...]) -> int | None:
-    """The dim of ``shape`` along which an index runs from 0 to ``size``, if that is all it does."""
+    """The dim of ``shape`` along which an index is ``arange(size)``; None for other indices."""
     if not isinstance(node, fx.Node):
         return None
     index_shape = program.type(node).shape
@@ -148,7 +148,7 @@ COPIES = (
     aten.clone.default, aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.contiguous.default,
 )  # fmt: skip
 
-# What is undefined is zero, so that all ranks have the same.
+# Undefined values are zero, so that all ranks have the same ones.
 ZEROS = (
     aten.zeros_like.default, aten.zeros.default, aten.zero.default, aten.new_zeros.default,
     aten._efficientzerotensor.default, aten.empty.memory_format, aten.empty_like.default, aten.empty_permuted.default,
@@ -174,7 +174,7 @@ SAME: dict[Any, Any] = {  # a view and a copy of it are the same in a program of
 
 
 def _cat(program: Program, node: fx.Node) -> Results:
-    """A concatenation without operands that are empty: ``torch.cat`` takes ``[0]`` beside tensors of any rank."""
+    """A concatenation without its empty operands: ``torch.cat`` takes a ``[0]`` beside tensors of more dims."""
     tensors, type_ = arguments(node)["tensors"], program.type(node)
     full = [each for each in tensors if program.type(each).numel]
     if not full or len(full) == len(tensors):

@@ -1,1 +1,1 @@
-"""Annotated to annotated: ops whose whole dim arrives cut become local work and small reductions."""
+"""Annotated to annotated: ops that need a cut dim whole become local work and small reductions."""

@@ -1,4 +1,4 @@
-"""One dim of one op that is to be taken apart: its windows and chunks, as a part of the batch and back."""
+"""One dim of an op that is taken apart: its windows and chunks, moved into the batch and back."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Results = fx.Node | list[fx.Node | None]
 class Along:
     """An op to be taken apart along a dim that is cut in ``count`` chunks.
 
-    ``chosen``: the op in the program before it was copied to be rewritten, which still has its shardings. ``nested``:
-    where several axes do not divide the dim, of how many ranks each is, as it cuts what those before it left.
+    ``chosen``: the op in the program before the rewrite, which still has its shardings. ``nested``: the size of each
+    axis if several cut the dim and do not divide it, so that each cuts the shards of those before it; else empty.
     """
 
     emit: Emitter
@@ -48,17 +48,17 @@ class Along:
 
     @property
     def ndim(self) -> int:
-        """How many dims the op's tensors have."""
+        """The number of dims of the op's tensors."""
         first = operands(self.node)[0]
         assert first is not None
         return len(self.emit.shape(first))
 
     def at(self, entries: Sequence[T]) -> T:
-        """The entry for this dim, of one for each of the last dims."""
+        """The entry for this dim; ``entries`` has one for each of the last dims."""
         return entries[self.dim - self.ndim]
 
     def without(self, numbers: Sequence[int], number: int = 0) -> list[int]:
-        """The numbers with another one for this dim."""
+        """The numbers, with ``number`` for this dim."""
         return [number if i == self.dim - self.ndim + len(numbers) else old for i, old in enumerate(numbers)]
 
     def size(self, node: fx.Node) -> int:
@@ -66,23 +66,23 @@ class Along:
         return self.emit.shape(node)[self.dim]
 
     def padded(self, x: fx.Node, before: int, after: int) -> fx.Node:
-        """``x`` with so many zeros at either end of the dim; less than none are cut off."""
+        """``x`` with zeros added at either end of the dim; a negative number cuts elements off."""
         behind = [0, 0] * (self.ndim - 1 - self.dim)
         return self.emit(aten.constant_pad_nd.default, x, [*behind, before, after])
 
     def apart(self, x: fx.Node, window: Windows, fill: float = 0.0) -> fx.Node:
-        """The windows of ``x``, their number as a dim of its own before the dim."""
+        """The windows of ``x``, with a new dim over windows before the dim."""
         joined = x if window.is_identity else self.emit(windows, x, (), self.dim, window.values, fill)
         shape = self.emit.shape(joined)
         split = [*shape[: self.dim], self.count, window.size, *shape[self.dim + 1 :]]
         return self.emit(aten.reshape.default, joined, split)
 
     def merge(self, x: fx.Node, order: Sequence[int], shape: Sequence[int]) -> fx.Node:
-        """``x`` with its dims in another order, as ``shape``."""
+        """``x`` with its dims permuted by ``order``, in ``shape``."""
         return self.emit(aten.reshape.default, self.emit(aten.permute.default, x, list(order)), list(shape))
 
     def windows(self, x: fx.Node, window: Windows, fill: float = 0.0) -> fx.Node:
-        """The windows of ``x``, in front as a part of the batch."""
+        """The windows of ``x``, as the major part of the batch dim."""
         apart = self.apart(x, window, fill)
         shape = list(self.emit.shape(apart))
         order = [self.dim, *(i for i in range(len(shape)) if i != self.dim)]
@@ -90,15 +90,15 @@ class Along:
         return self.merge(apart, order, [shape[0] * self.count, *shape[1:]])
 
     def chunks(self, x: fx.Node, fill: float = 0.0) -> fx.Node:
-        """The chunks of ``x``, in front as a part of the batch."""
+        """The chunks of ``x``, as the major part of the batch dim."""
         return self.windows(x, self.chunks_of(self.size(x)), fill)
 
     def chunks_of(self, size: int) -> Windows:
-        """The chunks of a dim of ``size``, as windows of it."""
+        """The chunks of a dim of ``size``, as windows."""
         return Windows(self.count, size, size, 0)
 
     def overlap_add(self, x: fx.Node, window: Windows) -> fx.Node:
-        """The adjoint of ``windows``: from windows in front, the dim of ``window.length`` elements."""
+        """The adjoint of ``windows``: from windows in the batch dim to a dim of ``window.length`` elements."""
         shape = list(self.emit.shape(x))
         apart = self.emit(aten.reshape.default, x, [self.count, shape[0] // self.count, *shape[1:]])
         order = [*range(1, self.dim + 1), 0, *range(self.dim + 1, len(shape) + 1)]
@@ -106,7 +106,7 @@ class Along:
         return self._added(self.merge(apart, order, shape), window)
 
     def beside(self, x: fx.Node, window: Windows) -> fx.Node:
-        """The adjoint of ``apart``: from windows beside one another, the dim of ``window.length`` elements."""
+        """The adjoint of ``apart``: from a dim over windows to a dim of ``window.length`` elements."""
         shape = list(self.emit.shape(x))
         shape[self.dim : self.dim + 2] = [shape[self.dim] * shape[self.dim + 1]]
         return self._added(self.emit(aten.reshape.default, x, shape), window)
@@ -119,15 +119,15 @@ class Along:
         return self.overlap_add(x, self.chunks_of(size))
 
 
-Reach = Callable[[Along], Sequence[tuple[Windows, TensorType]]]  # the windows taken, and of tensors of which type
+Reach = Callable[[Along], Sequence[tuple[Windows, TensorType]]]  # windows, and the type of the tensor that each is of
 
 
 @dataclass(frozen=True, slots=True)
 class Windowed:
-    """How an op is taken apart: what it reaches, nothing where it cannot be along the dim; and what it becomes.
+    """The form of an op in windows. ``reach``: its windows, none if it has no such form along the dim.
 
-    ``piece``: a factor that counts the equal pieces of a dim, which are windows of the dim too. ``nests``: whether
-    chunks may be those of several axes which do not divide the dim.
+    ``expand``: emits the form. ``piece``: a factor that counts the equal pieces of a dim, which are windows of the dim
+    too. ``nests``: whether the chunks may come from several axes that do not divide the dim.
     """
 
     reach: Reach
@@ -136,14 +136,14 @@ class Windowed:
     nests: bool = False
 
     def moved(self, along: Along) -> int | None:
-        """Bytes that all ranks together send of the windowed tensors' edges; None where it cannot be taken apart."""
+        """Bytes of the windowed tensors' edges that all ranks together send; None if the op cannot be taken apart."""
         reach = self.reach(along)
         pairs = [(tuple(map(plain, window.values)), type_.nbytes) for window, type_ in reach]
         rows = [sum(rows_sent(values)[0]) * (nbytes // max(1, Windows(*values).length)) for values, nbytes in pairs]
         return sum(rows) if reach else None
 
     def ways(self, along: Along) -> list[tuple[str, int]]:
-        """Each way to compute an op that has several, in words, with what a rank sends; the chosen one first."""
+        """The ways to compute an op that has several, in words, with the bytes a rank sends; the chosen one first."""
         return []
 
 
@@ -153,9 +153,9 @@ def windowed(
     piece: str = "",
     tensor: str = "self",
 ) -> Windowed:
-    """An op with windows of one tensor: of the argument ``tensor``, or of its gradient, which a backward returns.
+    """An op with windows of one tensor: the argument ``tensor``, or in backward the gradient of it that is returned.
 
-    ``window_of``: None where the op cannot be taken apart along the dim.
+    ``window_of``: returns None if the op cannot be taken apart along the dim.
     """
 
     def reach(along: Along) -> list[tuple[Windows, TensorType]]:

@@ -1,4 +1,4 @@
-"""Attention whose positions are cut, as a ring: keys and values go round, and each rank joins what its queries see."""
+"""Attention over cut positions as a ring: keys and values go round, and each rank joins the parts its queries see."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .along import Along, Results, Windowed
 from .mask import Placed, as_wide, mask_program
 from .share_heads import HEADS, Shared, with_heads, with_positions
 
-DETOUR = 3  # how much more is sent where heads are shared in place of nested chunks, which go there axis by axis
+DETOUR = 3  # factor on the bytes of sharing heads in place of nested chunks, which move axis by axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Rings(Windowed):
     def moved(self, along: Along) -> int | None:
         """Bytes that all ranks together send: each chunk of keys and values goes to all ranks that see any of it.
 
-        In backward their gradients go with them. None where a mask has a gradient too, and where heads are cut instead.
+        In backward their gradients go with them. None if the mask needs a gradient, or if heads are cut instead.
         """
         if not self._may_be_apart(along):
             return None
@@ -52,7 +52,7 @@ class Rings(Windowed):
         return along.dim == POSITIONS and not (mask and mask[3])
 
     def ways(self, along: Along) -> list[tuple[str, int]]:
-        """Keys and values that go round, heads that ranks share, and keys that each gathers, as far as each may be."""
+        """The possible ways: keys and values go round, ranks share heads, or each rank gathers all keys."""
         if not self._may_be_apart(along):
             return []
         ring, kind = _ring(along)[0], RINGS[along.node.target in BACKWARD]
@@ -64,10 +64,10 @@ class Rings(Windowed):
 
 
 def _sent(along: Along, ring: Ring, ranks: int, target: Any) -> int:
-    """Bytes that one rank sends in attention, or in its backward, whose heads ``ranks`` ranks share.
+    """Bytes that one rank sends in attention, or in its backward, if groups of ``ranks`` ranks share heads.
 
-    By all_to_all of queries, keys, values and results, or of their gradients; then keys and values go round a ring of
-    the others, or are gathered from them.
+    In a group, queries, keys, values and results, or their gradients, go by all_to_all. Between groups, keys and values
+    go round a ring or are gathered.
     """
     queries, keys, values = (_padded(along, along.given[name]) for name in ("query", "key", "value"))
     results, count = queries.nbytes // queries.shape[3] * values.shape[3], along.count // ranks
@@ -82,17 +82,17 @@ def _sent(along: Along, ring: Ring, ranks: int, target: Any) -> int:
 
 
 def _padded(along: Along, x: fx.Node) -> TensorType:
-    """The type of a value as it is sent: in chunks of as many positions."""
+    """The type of a value as it is sent: padded to chunks of equal length."""
     type_ = along.emit.type(x)
     length = along.count * ceil_div(type_.shape[POSITIONS], along.count)
     return replace(type_, shape=(*type_.shape[:POSITIONS], length, *type_.shape[POSITIONS + 1 :]))
 
 
 def _sharing_heads(along: Along, ring: Ring) -> int:
-    """How many of the ranks that share the positions share the heads of keys instead: in auto what sends least.
+    """The number of ranks in each group that shares heads instead of positions; by default the number that sends least.
 
-    1 where the model is given a mask with a row for each query, or learns one, since a rank would need whole rows.
-    Fewer than all where the model makes such a mask and ranks cannot make it tile by tile.
+    It is 1 if the model is given a mask with a row for each query, or learns one, since a rank would need whole rows.
+    It is not all ranks if the model makes such a mask and ranks cannot make it tile by tile.
     """
     program, way = along.emit.program, along.emit.program.options.attention
     if way in (RING, GATHER):
@@ -116,7 +116,7 @@ def _divisors(count: int) -> list[int]:
 
 
 def way_text(count: int, ranks: int, travels: bool) -> str:
-    """A way to compute attention on ``count`` ranks, of which groups of ``ranks`` share heads, in words."""
+    """In words, the way to compute attention on ``count`` ranks where groups of ``ranks`` share heads."""
     rest = f"keys and values go round {count // ranks} ranks" if travels else "each gathers all keys and values"
     if ranks == 1:
         return rest
@@ -124,18 +124,18 @@ def way_text(count: int, ranks: int, travels: bool) -> str:
 
 
 def _is_made_in_tiles(along: Along, ring: Ring, ranks: int) -> bool:
-    """Whether the mask has a row for each query, and ranks that share heads can make it tile by tile from vectors."""
+    """Whether the mask has a row for each query and ranks that share heads can make it tile by tile from vectors."""
     dims = _mask_dims(ring)
     return "row" in dims and "both" not in dims and Shared.by(along, ranks) is not None
 
 
 def _mask_dims(ring: Ring) -> set[str]:
-    """Along which dims of the scores the tensors extend that the mask is made of: ``row``, ``column`` or ``both``."""
+    """The dims of scores along which the tensors of the mask extend: ``row``, ``column`` or ``both``."""
     return {leaf.along for leaf in ring.mask.leaves} if ring.mask is not None else set()
 
 
 def _learns_mask(attention: fx.Node) -> bool:
-    """Whether the gradient of the mask of attention is asked for, or that of a backward."""
+    """Whether attention, a forward or a backward call, needs the gradient of its mask."""
     behind = (user for item in attention.users for user in item.users)
     return any(node.target is TILED_MASK_BACKWARD for node in (attention, *behind))
 
@@ -174,7 +174,7 @@ def _mask(along: Along) -> fx.Node | None:
 
 
 def _ring(along: Along) -> tuple[Ring, list[Placed]]:
-    """How the op goes round, and what its mask is made of."""
+    """The ring of an op, and the values that its mask is made of."""
     given, mask, program = along.given, _mask(along), along.emit.program
     lengths = along.size(given["query"]), along.size(given["key"])
     family, travels = (FORWARD | BACKWARD)[along.node.target], program.options.attention != GATHER
@@ -193,12 +193,12 @@ def _ring(along: Along) -> tuple[Ring, list[Placed]]:
 
 
 def _may_travel(ring: Ring) -> bool:
-    """Whether keys may go round: not where the mask adds numbers, by torch's kernels."""
+    """Whether keys may go round: not with torch's kernels and a mask that adds numbers."""
     return ring.mask is None or ring.family == TILED_FAMILY or not ring.mask.may_lower
 
 
 def _in_place(along: Along) -> Results:
-    """The op as a ring of all ranks that share the positions, or of some, where the others share heads."""
+    """The op as a ring of all ranks that share the positions, or of groups whose ranks share heads."""
     assert along.chosen is not None
     asked = replace(along, emit=along.chosen)
     ranks = _sharing_heads(asked, _ring(asked)[0])
@@ -224,8 +224,8 @@ def as_ring(
 ) -> Results:  # fmt: skip
     """The op as a ring.
 
-    ``in_zigzag``: whether queries, and keys, are in zigzag. ``operands``: stand for the op's own. ``order``: brings the
-    rows of what the mask is made of, ``[samples, heads, rows, columns]``, into the order of queries.
+    ``in_zigzag``: whether queries, and keys, are in zigzag. ``operands``: replacements of the op's own. ``order``:
+    brings the rows of a value that the mask is made of, ``[samples, heads, rows, columns]``, into the order of queries.
     """
     emit, given, (ring, made_of) = along.emit, {**along.given, **(operands or {})}, _ring(along)
     ring = replace(ring, in_zigzag=in_zigzag)
@@ -238,7 +238,7 @@ def as_ring(
     fixed, more = ((), POSITIONS, ring.values), emit.program.types(along.node)
     if along.node.target in FORWARD:
         results = emit.results(emit(ring_attention, q, *fixed, k, v, *leaves))
-        # Lengths and seeds, which the backward reads that is taken apart too.
+        # Lengths and seeds: only the backward reads them, and it is taken apart too.
         return [*results, *(emit(torch.ops.aten.zeros.default, []) for _ in more[len(results) :])]
     call = emit(
         ring_attention_backward, given[_grad(along)], *fixed, q, k, v, given["out"], given["logsumexp"], *leaves
@@ -248,7 +248,7 @@ def as_ring(
 
 
 def learned_masks(program: Program) -> list[tuple[fx.Node, fx.Node]]:
-    """Attention of torch's kernels of which the mask's gradient is asked for, each with its backward."""
+    """Attention by torch's kernels whose mask needs a gradient, each with its backward."""
     pairs = list[tuple[fx.Node, fx.Node]]()
     for node in program.calls:
         given = arguments(node) if node.target in BACKWARD else {}
@@ -259,7 +259,7 @@ def learned_masks(program: Program) -> list[tuple[fx.Node, fx.Node]]:
 
 
 def with_own_kernels(program: Program, pairs: Iterable[tuple[fx.Node, fx.Node]]) -> Program:
-    """The program with these attentions by kernels of our own, which go round with the gradient of a mask."""
+    """The program with our own kernels for these attentions, which can run as a ring with the gradient of a mask."""
     for forward, backward in pairs:
         given = arguments(forward)
         options = (None, None, 0.0, 0, False, given["attn_bias"], given["scale"])
@@ -274,14 +274,14 @@ def _replace(program: Program, node: fx.Node, op: Any, operands: Sequence[fx.Nod
     with program.graph.inserting_before(node):
         emit = Emitter(program, node)
         results = emit.results(emit(op, *operands, *options))
-        more = program.types(node)[len(results) :]  # seeds, which the backward reads that is replaced too
+        more = program.types(node)[len(results) :]  # seeds: only the backward reads them, and it is replaced too
         program.replace(node, [*results, *(emit(torch.ops.aten.zeros.default, []) for _ in more)])
 
 
 def without_effect(program: Program, before: Program) -> list[str]:
-    """A note where the user asks for rings, or for shared heads, and no attention has them.
+    """A note if the user asks for rings or shared heads and no attention has them.
 
-    ``before``: the program in which nothing is taken apart.
+    ``before``: the program before any op is taken apart.
     """
     way = program.options.attention
     if way not in WITHOUT_EFFECT:

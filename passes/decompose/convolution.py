@@ -1,4 +1,4 @@
-"""Convolutions along a cut place, taken apart into windows.
+"""Convolutions along a cut spatial dim, taken apart into windows.
 
 The *large* side is where windows are taken from: the input, or the result of a transposed convolution.
 """
@@ -26,13 +26,13 @@ def _sides(along: Along, result: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 
 def _numbers(along: Along) -> tuple[int, int, int, int]:
-    """Padding, stride and dilation along the dim, and how many elements the kernel spans."""
+    """Padding, stride and dilation along the dim, and the number of elements that the kernel spans."""
     padding, stride, dilation = (along.at(along.given[name]) for name in ("padding", "stride", "dilation"))
     return padding, stride, dilation, (along.size(along.given["weight"]) - 1) * dilation + 1
 
 
 def _kernel_windows(along: Along, large: fx.Node, small: fx.Node) -> Windows:
-    """The run of the large side that each chunk of the small side is made of, or spreads to."""
+    """The run of the large side that each chunk of the small side is computed from, or spreads to."""
     padding, stride, _, span = _numbers(along)
     return Windows(along.count, along.size(large), along.size(small), -padding, stride, span)
 
@@ -63,11 +63,11 @@ def _convolution(along: Along) -> fx.Node:
     if given["bias"] is None:
         return result
     bias = along.emit(aten.reshape.default, given["bias"], [-1, *[1] * (along.ndim - 2)])
-    return along.emit(aten.add.Tensor, result, bias)  # here, as every rank would have added it to its share
+    return along.emit(aten.add.Tensor, result, bias)  # not within the op, where every rank would add it
 
 
 def _convolved(along: Along, x: fx.Node, weight: fx.Node | None = None, bias: fx.Node | None = None) -> fx.Node:
-    """The convolution of other tensors, with no padding along the dim."""
+    """The convolution of these tensors, without padding along the dim."""
     given = along.given
     return along.emit(
         aten.convolution.default, x, weight or given["weight"], bias, given["stride"], along.without(given["padding"]),
@@ -75,8 +75,8 @@ def _convolved(along: Along, x: fx.Node, weight: fx.Node | None = None, bias: fx
     )  # fmt: skip
 
 
-# A transposed convolution: where chunks of the result are multiples of the stride, each from a window of the input;
-# else the runs that chunks of the input spread to are added where they overlap.
+# A transposed convolution. If chunks of the result are multiples of the stride, each is computed from a window of the
+# input; else the runs that chunks of the input spread to are added where they overlap.
 
 
 def _transposed(along: Along) -> fx.Node:
@@ -92,7 +92,10 @@ def _transposed(along: Along) -> fx.Node:
 
 
 def _spread_windows(along: Along) -> Windows | None:
-    """Of the input, what each chunk of the result is made of; positions are runs of as many elements as the stride."""
+    """The windows of the input that chunks of the result are computed from; None if chunks do not fit the stride.
+
+    A position is a run of ``stride`` elements of the result.
+    """
     padding, stride, _, span = _numbers(along)
     size = along.size(along.node)
     start = ceil_div(padding - span + 1, stride)
@@ -102,8 +105,8 @@ def _spread_windows(along: Along) -> Windows | None:
     return Windows(along.count, along.size(along.given["input"]), ceil_div(size, stride), start, 1, reach)
 
 
-# A kernel larger than the result, as of the gradient of a weight: each rank sums over its chunk of the kernel, whose
-# number is a part of the input's channels.
+# A kernel larger than the result, as in the gradient of a weight: each rank sums over its chunk of the kernel. The dim
+# over chunks becomes a part of the input's channels.
 
 
 def _summed_windows(along: Along) -> Windows:
@@ -114,7 +117,7 @@ def _summed_windows(along: Along) -> Windows:
 
 
 def _into_channels(along: Along, apart: fx.Node, groups: int) -> fx.Node:
-    """The number of the window as the major part of the channels of each group."""
+    """The dim over windows as the major part of the channels of each group."""
     batch, channels, *rest = along.emit.shape(apart)
     grouped = along.emit(aten.reshape.default, apart, [batch, groups, channels // groups, *rest])
     order = [0, 1, along.dim + 1, *(i for i in range(2, len(rest) + 3) if i != along.dim + 1)]
@@ -126,7 +129,7 @@ def _into_channels(along: Along, apart: fx.Node, groups: int) -> fx.Node:
 
 
 def _convolution_backward(along: Along) -> list[fx.Node | None]:
-    """Windows beyond the last position have no gradient, so that they add nothing to the weight's."""
+    """The three gradients. Windows beyond the last position have none, so they add nothing to that of the weight."""
     given, emit = along.given, along.emit
     large, small = _sides(along, given["grad_output"])
     window = _kernel_windows(along, large, small)
@@ -143,7 +146,7 @@ def _convolution_backward(along: Along) -> list[fx.Node | None]:
     )  # fmt: skip
     if of_x is not None:
         of_x = along.join(of_x, along.size(small)) if given["transposed"] else along.overlap_add(of_x, window)
-    if mask[2] and of_bias is None:  # in windows that overlap it would count twice
+    if mask[2] and of_bias is None:  # overlapping windows would count it twice
         dims = [i for i in range(len(emit.shape(large))) if i != 1]
         of_bias = emit(aten.sum.dim_IntList, given["grad_output"], dims)
     return [of_x, of_weight, of_bias]

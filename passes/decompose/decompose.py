@@ -8,10 +8,10 @@ slices need only the edges of neighbours' chunks::
     m: f32[512@dp, 1] = amax(x);  s: f32[512@dp, 64@tp] = sub(x, m);  e: f32[512@dp, 1] = sum(exp(s))
     y: f32[512@dp, 64@tp] = sub(s, log(e))
 
-So cross entropy over a cut vocabulary moves a few numbers a token. An op is taken apart only where that moves fewer
-bytes than gathering, and only along axes that it would have for that dim. Then the program is propagated again, which
-may cut the dims of further ops. First attention of torch's kernels whose mask needs a gradient, and whose positions are
-cut, becomes that of our own. Invariant: every value that is left is as before, but for rounding.
+So cross entropy over a cut vocabulary moves a few numbers a token. An op is taken apart only if that moves fewer bytes
+than gathering, and only along the axes that would cut the dim. Then the program is propagated again, which may cut the
+dims of more ops. Before that, attention over cut positions whose mask needs a gradient changes from torch's kernels to
+our own. Invariant: every value that is left is as before, up to rounding.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def decompose(program: Program) -> Program:
 
 
 def _with_grouped_heads(program: Program) -> Program:
-    """Attention whose positions arrive cut with as many heads of keys as there are, where the model repeats them."""
+    """The program with attention over cut positions reading the keys' own heads where the model repeats them."""
     names = {node.name for node in repeating(program) if _is_in_chunks(program, node) and _divide(program, node)}
     if not names:
         return program
@@ -76,7 +76,7 @@ def _with_grouped_heads(program: Program) -> Program:
 
 
 def _divide(program: Program, attention: fx.Node) -> bool:
-    """Whether ranks that are to share heads, if any, can share those of the keys that a model repeats."""
+    """Whether ranks can share the heads of the keys that a model repeats; true if they are not asked to share any."""
     if program.options.attention != ULYSSES:
         return True
     heads, positions = program.sharding(arguments(attention)["key"]).dims[HEADS : POSITIONS + 1]
@@ -84,7 +84,7 @@ def _divide(program: Program, attention: fx.Node) -> bool:
 
 
 def _with_own_kernels(program: Program) -> Program:
-    """Attention whose positions arrive cut by kernels of our own, where those of torch cannot go round."""
+    """The program with our own kernels for attention over cut positions that torch's kernels cannot run as a ring."""
     pairs = [(forward, node) for forward, node in learned_masks(program) if _is_in_chunks(program, node)]
     if not pairs or program.options.attention == ULYSSES:
         return program
@@ -121,7 +121,7 @@ def _decomposed(program: Program) -> Program:
     return replace(program, forms=chosen) if chosen else program
 
 
-Forms = Mapping[str, tuple[FormChoice, Form]]  # by an op's name: what was chosen, and what takes it apart
+Forms = Mapping[str, tuple[FormChoice, Form]]  # by an op's name: the choice, and the function that takes the op apart
 
 
 def _is_apart(forms: Forms, node: fx.Node) -> bool:
@@ -129,7 +129,7 @@ def _is_apart(forms: Forms, node: fx.Node) -> bool:
 
 
 def _forms(program: Program) -> Forms:
-    """For each op that can be taken apart, whether that sends less, and what to put in its place."""
+    """For each op that can be taken apart, whether that sends less, and its replacement."""
     forms: dict[str, tuple[FormChoice, Form]] = {}
     for node in program.calls:
         form = None
@@ -143,9 +143,9 @@ def _forms(program: Program) -> Forms:
 
 
 def _forms_behind(program: Program, forms: Forms, kinds: set[Any]) -> Forms:
-    """Also for ops of the same kinds that cuts will come to once these let them pass: norms stand in long chains.
+    """The forms, and those of ops of the same kinds that cuts reach once these let them pass: norms form long chains.
 
-    Asked only where the last round let cuts through to ops of a kind that it had taken apart: it costs a propagation.
+    The search costs a propagation, so it runs only after cuts have reached more ops of a kind already taken apart.
     """
     if not any(node.target in kinds and not _is_apart(forms, node) for node in program.calls):
         return forms
@@ -162,7 +162,7 @@ def _forms_behind(program: Program, forms: Forms, kinds: set[Any]) -> Forms:
 
 
 def _local_form(program: Program, node: fx.Node) -> tuple[FormChoice, Form] | None:
-    """Whether an op becomes local work and a sum; None where no dim that it must have whole arrives cut."""
+    """The choice whether an op becomes local work and a sum; None if no dim that it needs whole arrives cut."""
     rule, decomposition = program.rule(node), DECOMPOSITIONS[node.target]
     cuts = _arriving(program, node, rule)
     whole = {factor for factor in cuts if factor in rule.whole}
@@ -182,9 +182,9 @@ def _local_form(program: Program, node: fx.Node) -> tuple[FormChoice, Form] | No
 
 
 def _windowed_form(program: Program, node: fx.Node) -> tuple[FormChoice, Form] | None:
-    """Whether an op becomes windows, along the first dim of which these move less than the whole, or else the first.
+    """The choice whether an op becomes windows, along the first dim where that moves less, else along the first one.
 
-    None where no dim arrives cut that has a windowed form.
+    None if no dim with a windowed form arrives cut.
     """
     rule, found = program.rule(node), None
     cuts = _arriving(program, node, rule)
@@ -228,9 +228,10 @@ def _choice(
 def _cut_dims(
     program: Program, node: fx.Node, rule: Rule, factor: str, cut: DimSharding
 ) -> Iterator[tuple[int, DimSharding, bool]]:
-    """The dims that have a factor in chunks, or of which it counts whole pieces, and how each is cut.
+    """The dims that have a factor in chunks, or whose whole pieces it counts, each with its cut.
 
-    And whether several axes cut it as one of as many ranks would: each cuts what those before it left.
+    The third entry: whether several axes cut the dim as one axis of as many ranks would. This is not always so, since
+    each axis cuts the shards of those before it.
     """
     tensors = [
         (dims, program.value_type(value).shape, program.shardings(value[0])[value[1]])
@@ -243,7 +244,7 @@ def _cut_dims(
                 continue
             is_piece = factor == WINDOWED[node.target].piece
             dim_cut = cut if rule.chunks.get(factor) == 1 else sharding.dims[dim] if is_piece else WHOLE
-            if dim_cut.minor:  # a merged dim, cut unevenly: in chunks where another tensor is, or nowhere
+            if dim_cut.minor:  # a merged dim, cut unevenly: in chunks if another tensor is, else not
                 in_chunks = DimSharding(dim_cut.axes)
                 dim_cut = in_chunks if any(in_chunks in other.dims for *_, other in tensors if other) else WHOLE
             if num_shards(dim_cut.axes) == 1:
@@ -256,24 +257,24 @@ def _cut_dims(
 
 
 def _is_stored(program: Program, node: fx.Node, cut: DimSharding) -> bool:
-    """A table cut over an axis that cuts inputs is stored so, as all parameters may be, and gathered for use."""
+    """Whether a table is cut over an axis that cuts inputs: any parameter may be stored so, and is gathered for use."""
     data = program.input_axes
     return node.target in TABLES and any(part.name in data for part in cut.all_axes)
 
 
 def _is_scattered(node: fx.Node, cuts: Cuts, whole: set[str]) -> bool:
-    """Whether a rank's positions do not follow one another, so that the first does not tell all."""
+    """Whether a rank's positions are not consecutive, so that the first does not determine the others."""
     is_index = node.target in TABLES or node.target in INDEXING
     return is_index and any(cuts[factor].minor for factor in whole if factor.startswith("v"))
 
 
 def _num_others(cuts: Cuts, factors: set[str]) -> int:
-    """In how many pieces an op is cut along all factors but these."""
+    """The number of pieces that all factors but these cut an op into."""
     return num_pieces({factor: cut for factor, cut in cuts.items() if factor not in factors})
 
 
 def _arriving(program: Program, node: fx.Node, rule: Rule) -> Cuts:
-    """How the factors of an op would be cut, could all be."""
+    """The cuts of an op's factors as if all of them might be cut."""
     loose = replace(rule, whole=frozenset(), chunks={}, is_even=False, sees_padding=False)
 
     def sharding_of(value: Value) -> Sharding:
@@ -285,7 +286,7 @@ def _arriving(program: Program, node: fx.Node, rule: Rule) -> Cuts:
 
 
 def _gathered_bytes(program: Program, node: fx.Node, rule: Rule, factors: set[str], cuts: Cuts) -> int:
-    """Bytes of the tensors that would be gathered along ``factors``, of each as ``cuts`` of other factors leave it."""
+    """Bytes of the tensors that would be gathered along ``factors``, each cut by the other factors of ``cuts``."""
     total = 0
     for value, dims in _tensors(program, node, rule):
         if any(rule.has(factor, dims) for factor in factors):
@@ -319,7 +320,7 @@ def _embedding_backward(emit: Emitter) -> fx.Node:
 
 
 def _scatter_moves(program: Program, node: fx.Node, factors: Collection[str]) -> int:
-    """As much as the lookup, so that both are done alike."""
+    """As many bytes as the lookup, so that both take the same form."""
     given = arguments(node)
     return NEVER if given["scale_grad_by_freq"] else 2 * program.type(given["grad_output"]).nbytes
 
@@ -339,9 +340,9 @@ WINDOWED: dict[Any, Windowed] = ATTENTION | CONVOLUTIONS | POOLS | RESAMPLINGS |
 
 
 def cheapest_ends(program: Program, decomposed: Callable[[Program], Program]) -> Program:
-    """The program after ``decomposed``, as it is propagated, or with its outputs before its inputs if that is cheaper.
+    """The program after ``decomposed``, propagated as it is, or with outputs before inputs if that is cheaper.
 
-    Not where the user has set priorities.
+    The latter is not tried if the user has set priorities.
     """
     inputs_first = decomposed(program)
     if not _ends_conflict(program):
@@ -359,7 +360,7 @@ def cheapest_ends(program: Program, decomposed: Callable[[Program], Program]) ->
 
 
 def _ends_conflict(program: Program) -> bool:
-    """Whether an axis of inputs and outputs both moves to another dim somewhere, and no priorities decide."""
+    """Whether an axis that cuts both inputs and outputs moves to another dim somewhere, and no priorities decide."""
     axes: dict[str, set[str]] = {"input": set(), "output": set()}
     for pin in program.pins:
         axes.setdefault(pin.kind, set()).update(_dims_by_axis(pin.sharding))

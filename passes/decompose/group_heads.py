@@ -1,12 +1,12 @@
-"""Attention whose keys a model repeats for the queries that share them, with as many heads of keys as there are.
+"""Let attention read the keys' own heads if a model repeats keys for the queries that share them.
 
-Models of transformers repeat keys where there is a mask::
+Models of the library transformers repeat keys if there is a mask::
 
     k: f32[b, 2, t, d];  repeated: f32[b, 8, t, d] = reshape(expand(unsqueeze(k, 2), [b, 2, 4, t, d]))
     y = attention(q, repeated, ...)        ->        y = attention(q, k, ...)
 
-Where positions are cut, a quarter of the keys goes round then, and a quarter is saved for backward. One kernel of torch
-takes no fewer heads of keys than of queries: where that is not taken apart, keys are repeated again.
+If positions are cut, only a quarter of the keys then goes round, and a quarter is saved for backward. One kernel of
+torch needs as many heads of keys as of queries: where it is not taken apart, keys are repeated again.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def repeating(program: Program) -> list[fx.Node]:
 
 
 def num_key_heads(program: Program, node: fx.Node) -> int:
-    """How many heads of keys are repeated for one of ``repeating``."""
+    """The number of heads of keys before they are repeated, for one of ``repeating``."""
     source = _source(program, arguments(node)["key"])
     assert source is not None
     return program.type(source).shape[HEADS]
 
 
 def group_heads(program: Program, nodes: Iterable[fx.Node]) -> None:
-    """Let these nodes of ``repeating`` read the keys that are repeated, and return the gradients of these."""
+    """Let these nodes of ``repeating`` read the keys before they are repeated, and return the gradients of those."""
     for node in nodes:
         emit, sums = Emitter(program, node), _sums(program, node) or {}
         with program.graph.inserting_before(node):
@@ -63,7 +63,7 @@ def group_heads(program: Program, nodes: Iterable[fx.Node]) -> None:
 
 
 def repeat_heads(program: Program) -> Program:
-    """The program with keys repeated again for the kernel that takes no fewer heads; itself where that is nowhere."""
+    """The program with keys repeated again for the kernel that needs all heads; itself if it has no such kernel."""
     if not any(_lacks_heads(program, node) for node in program.calls):
         return program
     program = program.copy(level="canonical")
@@ -84,9 +84,9 @@ def repeat_heads(program: Program) -> Program:
 
 
 def _again(emit: Emitter, instead: Mapping[str, fx.Node | None]) -> list[fx.Node | None]:
-    """The results of the call with other keys and values, whose gradients are of their types.
+    """The results of the call with other keys and values; their gradients get the types of these.
 
-    Torch's own inference takes it that there are as many heads of keys as of queries.
+    Torch's own inference assumes as many heads of keys as of queries.
     """
     program, node = emit.program, emit.node
     names, args, types = list(emit.given), list(node.args), list(program.types(node))
@@ -99,7 +99,7 @@ def _again(emit: Emitter, instead: Mapping[str, fx.Node | None]) -> list[fx.Node
 
 
 def _source(program: Program, x: fx.Node) -> fx.Node | None:
-    """The value whose heads are repeated, each so many times one after the other; None for other values."""
+    """The value whose heads are repeated, each several times in a row; None for other values."""
     if x.target is not aten.reshape.default or operand(x).target is not aten.expand.default:
         return None
     inserted = operand(operand(x))
@@ -113,7 +113,7 @@ def _source(program: Program, x: fx.Node) -> fx.Node | None:
 
 
 def _sums(program: Program, node: fx.Node) -> Mapping[int, fx.Node] | None:
-    """The sums over repeated heads of the gradients of keys and values; None where these have other readers."""
+    """The sums over repeated heads of the gradients of keys and values; None if the gradients have other readers."""
     found = dict[int, fx.Node]()
     for item in filter(is_getitem, node.users) if _is_backward(node) else ():
         name = next((name for name, place in KEYS.items() if place == item.args[1]), None)

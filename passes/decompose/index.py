@@ -1,4 +1,4 @@
-"""Indexing along a cut dim as work on the positions that a rank has: a lookup leaves an open sum, a write nothing."""
+"""Indexing along a cut dim as work on a rank's own positions: a lookup leaves an open sum, a write does not."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def _select(emit: Emitter) -> fx.Node:
 
 
 def _select_backward(emit: Emitter) -> fx.Node:
-    """The gradient of what a select read: zero but at the one position."""
+    """The gradient of a select's operand: zero except at the one position."""
     return emit(add_at, emit.given["grad_output"], *_place(emit, emit.shape(emit.node)))
 
 
 def _index_put(emit: Emitter) -> fx.Node:
-    """What is added is added on its own first, so that its sum may be open; what is put is put where it belongs."""
+    """Values to add are first summed on their own, so that the sum may be open; others are written in place."""
     given = emit.given
     x, values = given["self"], given["values"]
     type_ = emit.program.infer(aten.index.Tensor, (x, given["indices"]), {})
@@ -49,8 +49,8 @@ def _index_put(emit: Emitter) -> fx.Node:
 def _gather(emit: Emitter) -> fx.Node:
     """An element for each entry of the index.
 
-    Of a log softmax it is found before the sum of exponentials is known, which is the same for a row: so that both sums
-    over ranks go together: in one dtype, that of exponentials' sums.
+    In a log softmax it is gathered before the number of its row, the logarithm of a sum, is subtracted. So both sums
+    over ranks go together, in one dtype: that of the sums of exponentials.
     """
     x, index = emit.given["self"], emit.given["index"]
     rows, dim = _along(emit, emit.shape(x))
@@ -68,14 +68,14 @@ def _gather(emit: Emitter) -> fx.Node:
 
 
 def _scatter_add(emit: Emitter) -> fx.Node:
-    """The sum on its own, then added."""
+    """The sum is made on its own, then added."""
     given = emit.given
     along = _along(emit, emit.shape(given["self"]))
     return emit(aten.add.Tensor, given["self"], emit(scatter_add_at, given["index"], given["src"], *along))
 
 
 def _scatter(emit: Emitter) -> fx.Node:
-    """Each element where it belongs."""
+    """Each element is written to its place."""
     given = emit.given
     source = given.get("src")
     if source is None:
@@ -105,30 +105,30 @@ def _along(emit: Emitter, shape: Sequence[int]) -> tuple[fx.Node, int]:
     return emit(aten.arange.default, shape[dim]), dim
 
 
-# What moves, in bytes of whole tensors.
+# Bytes that move, of whole tensors.
 
 
 def lookup_moves(program: Program, node: fx.Node, factors: Collection[str]) -> int:
-    """What is found, reduced; a mask has no sum."""
+    """The elements found, reduced; a mask has no sum."""
     type_ = program.type(node)
     return NEVER if type_.dtype == torch.bool else 2 * type_.nbytes
 
 
 def _select_moves(program: Program, node: fx.Node, factors: Collection[str]) -> int:
-    """The reductions of all selects along the dim: the one gather that they replace would serve all of them."""
+    """The reductions of all selects along the dim, since one gather in their place would serve all of them."""
     selects = [user for user in operand(node).users if user.target is node.target and user.args[1] == node.args[1]]
     return min(NEVER, len(selects) * lookup_moves(program, node, factors))
 
 
 def _put_moves(program: Program, node: fx.Node, factors: Collection[str]) -> int:
-    """Nothing where the positions are cut; what is put is whole. An index_put may add."""
+    """0 if the positions are cut; the values to write must be whole. An index_put may add."""
     if arguments(node).get("accumulate"):
         return _add_moves(program, node, factors)
     return 0 if any(factor.startswith("v") for factor in factors) and _is_full(program, node) else NEVER
 
 
 def _add_moves(program: Program, node: fx.Node, factors: Collection[str]) -> int:
-    """Nothing where the positions are cut; the whole sum, reduced, where what is added is."""
+    """0 if only the positions are cut; the whole sum, reduced, if the values to add are."""
     type_ = program.type(node)
     if type_.dtype == torch.bool or not _is_full(program, node):
         return NEVER

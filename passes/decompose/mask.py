@@ -1,4 +1,4 @@
-"""Finds out how a model makes a mask of attention from rows and columns, so that each tile can make its own part."""
+"""Find how a model makes a mask of attention from rows and columns, so that each tile can make its own part."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ MOST_STEPS = 64
 VIEWS = (aten.unsqueeze.default, aten.reshape.default, aten.view.default, aten.squeeze.default)
 NDIM, ROWS, COLUMNS = 4, 2, 3  # dims of a mask: samples, heads, rows and columns
 
-Placed = tuple[fx.Node, tuple[int | None, ...]]  # a value, and for each of its dims that of the mask; None of one of 1
+Placed = tuple[fx.Node, tuple[int | None, ...]]  # a value, and the mask's dim for each of its dims, None if of size 1
 
 
 def mask_program(program: Program, mask: fx.Node, has_bias: bool = False) -> tuple[Mask, list[Placed]]:
-    """How a mask is made, and the values that it is made of; the mask itself where it is not made of vectors.
+    """The steps that make a mask, and the values that it is made of; the mask itself if it is not made of vectors.
 
-    ``has_bias``: one value may be numbers of all rows and columns, as a bias is, which padding and the like hide in
-    part. Of nothing where it is 0 everywhere, as one is that a model makes for want of another.
+    ``has_bias``: one value may hold numbers of all rows and columns, such as a bias that padding and the like hide in
+    part. A mask that is 0 everywhere, such as one that a model makes by default, is made of no values.
     """
     finder, place = _Finder(program), tuple(range(NDIM))[NDIM - len(program.type(mask).shape) :]
     finder.enter(mask, place)
@@ -45,7 +45,7 @@ def mask_program(program: Program, mask: fx.Node, has_bias: bool = False) -> tup
 
 
 def as_wide(emit: Emitter, leaf: Leaf, node: fx.Node, place: Sequence[int | None]) -> fx.Node:
-    """A leaf with the dims of a mask; a number as it is. Positions are counted anew, so that nobody sends them."""
+    """A leaf in the dims of a mask; a number as it is. Positions come from a new arange, so that no rank sends them."""
     shape = [1] * NDIM
     for dim, size in zip(place, emit.shape(node), strict=True):
         if dim is not None:
@@ -60,7 +60,7 @@ def as_wide(emit: Emitter, leaf: Leaf, node: fx.Node, place: Sequence[int | None
 class _Finder:
     """Walks from a mask to the vectors that it is made of.
 
-    State: ``leaves`` and ``steps``, in the order in which they are made; ``same``: views, and what they show.
+    State: ``leaves`` and ``steps``, in the order in which they are made; ``same``: views, and the values they show.
     """
 
     def __init__(self, program: Program) -> None:
@@ -68,7 +68,7 @@ class _Finder:
         self.leaves, self.steps, self.same = dict[Placed, None](), dict[Placed, None](), dict[Placed, Placed]()
 
     def enter(self, node: fx.Node, place: tuple[int | None, ...]) -> None:
-        """Enter a value and all that it is made of."""
+        """Enter a value and all values that it is made of."""
         key = node, place
         if key in self.leaves or key in self.steps or key in self.same:
             return
@@ -95,7 +95,7 @@ class _Finder:
         return sizes.get(ROWS, 1) > 1 and sizes.get(COLUMNS, 1) > 1
 
     def leaf(self, node: fx.Node, place: Sequence[int | None]) -> Leaf:
-        """What is known of a leaf."""
+        """The description of a leaf."""
         type_ = self.program.type(node)
         along = [dim for dim, size in zip(place, type_.shape, strict=True) if size > 1]
         name = "both" if self.is_wide(node, place) else "row" if ROWS in along else "column" if COLUMNS in along else ""
@@ -118,13 +118,13 @@ class _Finder:
         return Step(_name(node), tuple(map(refer, args)), kwargs)
 
     def _operand(self, node: fx.Node, place: tuple[int | None, ...]) -> Placed:
-        """An operand of a pointwise op, whose dims are aligned from the right; those of one element have no place."""
+        """An operand of a pointwise op, with its dims aligned from the right; a dim of one element has no place."""
         shape = self.program.type(node).shape
         own = place[len(place) - len(shape) :]
         return node, tuple(None if size == 1 else dim for dim, size in zip(own, shape, strict=True))
 
     def _shown(self, node: fx.Node, place: tuple[int | None, ...]) -> Placed | None:
-        """What a view shows whose dims are the same but for some of one element; nothing for other ops."""
+        """The source of a view that differs from it only in dims of one element; None for other ops."""
         if node.target is aten.expand.default:
             return self._operand(operand(node), place)
         if node.target not in VIEWS:
@@ -147,7 +147,7 @@ class _Finder:
         return node.op == "call_function" and is_op and is_plain and not has_bits
 
     def _start(self, node: fx.Node) -> int | None:
-        """Where a vector that counts positions, in a dtype that has numbers for them, starts."""
+        """The first number of a vector of consecutive positions in int32 or int64; None for other vectors."""
         if self.program.type(node).dtype not in (torch.int64, torch.int32):
             return None
         if is_cast(node) or node.target in VIEWS:

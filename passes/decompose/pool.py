@@ -1,4 +1,4 @@
-"""Pooling and resampling along a cut place, taken apart into windows."""
+"""Pooling and resampling along a cut spatial dim, taken apart into windows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def _numbers(count: int, along: Along) -> dict[str, list[int]]:
-    """Kernel, stride, padding and dilation of each of the ``count`` places, as an op that gives fewer means them."""
+    """Kernel, stride, padding and dilation of each of the ``count`` spatial dims, with the op's defaults filled in."""
 
     def for_places(name: str, default: Sequence[int]) -> list[int]:
         value = along.given.get(name)
@@ -32,14 +32,14 @@ def _numbers(count: int, along: Along) -> dict[str, list[int]]:
 
 
 def _window(count: int, along: Along) -> Windows:
-    """What the positions of a pool look at: those of the result, or of the gradient that comes in."""
+    """The windows that the positions of a pool read. Positions are those of the result, or of the incoming gradient."""
     kernel, stride, padding, dilation = (along.at(numbers) for numbers in _numbers(count, along).values())
     large, small = along.given["self"], along.given.get("grad_output", along.node)
     span = (kernel - 1) * dilation + 1
     return Windows(along.count, along.size(large), along.size(small), -padding, stride, span)
 
 
-# Max pools. Indices count the elements of a plane, of the whole one before and behind, of a window between.
+# Max pools. Indices count the elements of a plane: of a window inside the op on windows, of the whole plane elsewhere.
 
 
 def _max_pool(count: int, along: Along, window: Windows) -> list[fx.Node | None]:
@@ -59,14 +59,17 @@ def _max_pool_backward(count: int, along: Along, window: Windows) -> fx.Node:
     like = _like_windows(along, window)
     indices = _moved(count, along, along.chunks(given["indices"]), window, window.length, window.size, -1)
     last = math.prod(along.emit.shape(like)[-count:]) - 1
-    indices = along.emit(aten.clamp.default, indices, 0, last)  # behind the last position there are none
+    indices = along.emit(aten.clamp.default, indices, 0, last)  # beyond the last position there are none
     arguments = (kernel, stride, along.without(padding), dilation, given["ceil_mode"], indices)
     gradient = along.emit(along.node.target, along.chunks(given["grad_output"]), like, *arguments)
     return along.overlap_add(gradient, window)
 
 
 def _moved(count: int, along: Along, indices: fx.Node, window: Windows, old: int, new: int, sign: int) -> fx.Node:
-    """Indices into planes whose dim has ``old`` elements, as of planes with ``new``, moved by each window's start."""
+    """Convert indices into planes whose dim has ``old`` elements to planes with ``new``, moved by each window's start.
+
+    ``sign``: 1 moves from a window to the whole dim, -1 back.
+    """
     emit, shape = along.emit, along.emit.shape(along.given["self"])
     behind = math.prod(shape[along.dim + 1 :])
     step = window.first(1) - window.first(0)
@@ -84,18 +87,18 @@ def _moved(count: int, along: Along, indices: fx.Node, window: Windows, old: int
 
 
 def _like_windows(along: Along, window: Windows) -> fx.Node:
-    """Of the shape that the windows of the input have: a backward wants it for its shape."""
+    """A tensor in the shape of the input's windows, of which a backward reads only the shape."""
     x = along.given["self"]
     shape = along.without(along.emit.shape(x), window.size)
     shape[0] *= along.count
     return along.emit(aten.full.default, shape, 0, dtype=along.emit.type(x).dtype)
 
 
-# Average pools: sums, divided by how many elements each position has where that differs.
+# Average pools: sums, divided by the number of elements of each position if that differs.
 
 
 def _average_pool(count: int, along: Along, window: Windows) -> fx.Node:
-    """The pool or, of an op that has a gradient, its backward."""
+    """The pool, or its backward if the op reads a gradient."""
     given, (kernel, stride, padding, _) = along.given, _numbers(count, along).values()
     gradient = given.get("grad_output")
     divisors, divisor = _divisors(count, along, along.node if gradient is None else gradient)
@@ -111,7 +114,7 @@ def _average_pool(count: int, along: Along, window: Windows) -> fx.Node:
 
 
 def _divisors(count: int, along: Along, result: fx.Node) -> tuple[fx.Node | None, int]:
-    """How many elements the mean at each position is of, and the one divisor of all; the former where they differ."""
+    """The number of elements averaged at each position, None if all are equal; and the one divisor of all positions."""
     given, numbers = along.given, _numbers(count, along)
     if given["divisor_override"]:
         return None, given["divisor_override"]
@@ -132,7 +135,7 @@ def _divisors(count: int, along: Along, result: fx.Node) -> tuple[fx.Node | None
 
 
 def _counts(along: Along, size: int, total: int, kernel: int, stride: int, padding: int) -> fx.Node | int:
-    """How many elements each of ``total`` positions of one dim has; a number where all have as many."""
+    """The number of elements of each of ``total`` positions of one dim; an int if all are equal."""
     emit = along.emit
     low, high = (-padding, size + padding) if along.given["count_include_pad"] else (0, size)
     if -padding >= low and (total - 1) * stride - padding + kernel <= high:
@@ -142,7 +145,7 @@ def _counts(along: Along, size: int, total: int, kernel: int, stride: int, paddi
     return emit(aten.sub.Tensor, ends, emit(aten.clamp.default, starts, low, high))
 
 
-# Adaptive average pools and resampling, where every position has as many elements.
+# Adaptive average pools and resampling, if every position has the same number of elements.
 
 
 def _adaptive_window(along: Along) -> Windows | None:
@@ -182,9 +185,9 @@ POOLS: dict[Any, Windowed] = {
 
 
 def _resample_windows(beside: int, along: Along) -> tuple[Windows, Windows]:
-    """Of the image what each chunk of it is enlarged from; of the enlarged image what each chunk becomes.
+    """The windows of the image that chunks are enlarged from, and those of the enlarged image that they become.
 
-    An element is made of itself and of ``beside`` elements at either side.
+    A result depends on the element at its place and on ``beside`` elements at either side.
     """
     given = along.given
     size = along.size(given["self"]) if "self" in given else given["input_size"][along.dim]
@@ -194,7 +197,7 @@ def _resample_windows(beside: int, along: Along) -> tuple[Windows, Windows]:
 
 
 def _scales(along: Along) -> list[str]:
-    """The names of the arguments that are scales, one a place."""
+    """The names of the scale arguments, one for each spatial dim."""
     return [name for name in along.given if name.startswith("scales")]
 
 
@@ -209,12 +212,12 @@ def _resample_reach(beside: int, along: Along) -> list[tuple[Windows, TensorType
 
 
 def _resample(beside: int, along: Along) -> fx.Node:
-    """The op on windows, with the enlarged edges cut off; of a backward with edges of zeros around the gradient."""
+    """The op on windows, with the enlarged edges cut off; in backward, with edges of zeros around the gradient."""
     given, emit, names = along.given, along.emit, _scales(along)
     image, enlarged = _resample_windows(beside, along)
     sizes, edge = along.without(given["output_size"], image.size * enlarged.stride), beside * enlarged.stride
     corners = [given["align_corners"]] if "align_corners" in given else []
-    scales = [None if name == along.at(names) else given[name] for name in names]  # that of the sizes
+    scales = [None if name == along.at(names) else given[name] for name in names]  # None: as the sizes say
     if "grad_output" in given:
         gradient = along.windows(given["grad_output"], enlarged)
         gradient = along.padded(gradient, edge, edge) if edge else gradient

@@ -1,6 +1,6 @@
 """Reductions over a cut dim as sums, maxima and minima, so that results move between ranks and not the dim.
 
-Each op here is reduced but is no sum, maximum or minimum itself: a position, a logarithm of a sum, a norm, a variance.
+The ops here reduce to something else: a position, a logarithm of a sum, a norm, a variance.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 def _reduced(emit: Emitter) -> tuple[fx.Node, list[int], bool]:
-    """The operand, the dims that are reduced, and whether they stay with one element."""
+    """The operand, the dims that are reduced, and whether they stay as dims of one element."""
     x, dim = emit.node.args[0], emit.given.get("dim")
     assert isinstance(x, fx.Node)
     ndim = len(emit.shape(x))
@@ -40,7 +40,7 @@ def _squeezed(emit: Emitter, result: fx.Node, dims: list[int], keepdim: bool) ->
 
 
 def _extreme(emit: Emitter, is_largest: bool) -> tuple[fx.Node, fx.Node]:
-    """The extreme element and the first position of it, or of the first nan."""
+    """The extreme element and its first position, or that of the first nan."""
     x, dims, keepdim = _reduced(emit)
     best = emit(aten.amax.default if is_largest else aten.amin.default, x, dims, True)
     is_best = emit(aten.eq.Tensor, x, best)
@@ -52,7 +52,7 @@ def _extreme(emit: Emitter, is_largest: bool) -> tuple[fx.Node, fx.Node]:
 
 
 def _positions(emit: Emitter, x: fx.Node, dims: Sequence[int]) -> fx.Node:
-    """The number of each element among those that are reduced together, to be broadcast."""
+    """The index of each element among those that are reduced together, in a shape that broadcasts."""
     shape, total, stride = emit.shape(x), None, 1
     for dim in reversed(dims):
         spread = [shape[dim] if i == dim else 1 for i in range(len(shape))]
@@ -91,7 +91,7 @@ def _moments(emit: Emitter) -> tuple[fx.Node, fx.Node]:
 
 
 def _norm(emit: Emitter) -> fx.Node:
-    """Of order 2, 1 or infinity."""
+    """A norm of order 2, 1 or infinity."""
     x, dims, keepdim = _reduced(emit)
     order, size = emit.given["ord"], emit(aten.abs.default, x)
     if math.isinf(order):
@@ -102,14 +102,14 @@ def _norm(emit: Emitter) -> fx.Node:
 
 
 def _truth(emit: Emitter, op: Any) -> fx.Node:
-    """The largest or smallest of 0 and 1."""
+    """Any or all, as the largest or smallest of 0 and 1."""
     x, dims, keepdim = _reduced(emit)
     numbers = emit.cast(emit(aten.ne.Scalar, x, 0), torch.uint8)
     return emit(aten.ne.Scalar, emit(op, numbers, dims, keepdim), 0)
 
 
 def _moved(program: Program, node: fx.Node, factors: Collection[str]) -> int:
-    """Every result, and about as much again, reduced; complex numbers and masks have no order."""
+    """Twice the bytes of the results, reduced; complex numbers and masks have no order."""
     dtype = program.value_type(program.operand_values(node)[0] or (node, 0)).dtype
     if dtype.is_complex or (dtype == torch.bool and node.target not in TRUTHS):
         return NEVER
@@ -145,7 +145,7 @@ def _softmax_moved(count: int, program: Program, node: fx.Node, factors: Collect
 
 
 def _exponentials(emit: Emitter) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """Shift ``x`` by its maximum; the shifted, its exponentials, and their sum along the dim."""
+    """``x`` less its maximum, the exponentials of that, and their sum along the dim."""
     x, dims = emit.given["self"], [emit.given["dim"]]
     shifted = emit(aten.sub.Tensor, x, emit(aten.amax.default, x, dims, True))
     odds = emit(aten.exp.default, shifted)
@@ -161,7 +161,7 @@ def _log_softmax(emit: Emitter) -> fx.Node:
 
 
 def _take_odds(program: Program, node: fx.Node, odds: fx.Node, total: fx.Node) -> None:
-    """Make ``exp(y)``, which a backward takes times a number a row, of the exponentials that are there."""
+    """Make ``exp(y)``, which backward multiplies by a number a row, from the exponentials of forward."""
     users = list(node.users)
     if len(users) == 1 and users[0].target is aten.mul.Tensor:
         emit = Emitter(program, users[0])
@@ -204,14 +204,14 @@ SOFTMAXES = {
 
 
 def _moved_of_channels(program: Program, node: fx.Node, factors: Collection[str]) -> int:
-    """Two sums of a number a channel, reduced."""
+    """Two sums of one number a channel, reduced."""
     type_ = program.types(node)[0]
     assert type_ is not None, node
     return 4 * type_.shape[1] * type_.dtype.itemsize
 
 
 def _batch_norm(emit: Emitter) -> list[fx.Node | None]:
-    """Result, mean and inverse deviation; of the functional form the new running mean and variance."""
+    """Result, mean and inverse deviation; in the functional form also the new running mean and variance."""
     given, types = emit.given, emit.program.types(emit.node)
     stats = types[1]
     assert stats is not None and types[0] is not None
@@ -250,7 +250,7 @@ def _channel_sums(emit: Emitter, gradient: fx.Node, x: fx.Node, mean: fx.Node) -
 def _normalized(
     emit: Emitter, x: fx.Node, weight: Any, bias: Any, mean: fx.Node, variance: fx.Node, eps: float
 ) -> fx.Node:
-    """``(x - mean) / sqrt(variance + eps) * weight + bias`` with numbers of channels, in one kernel."""
+    """``(x - mean) / sqrt(variance + eps) * weight + bias`` in one kernel; all but ``x`` have one number a channel."""
     norm = aten._native_batch_norm_legit_no_training.default
     return emit.item(emit(norm, x, weight, bias, mean, variance, 0.0, eps), 0)
 
@@ -263,7 +263,7 @@ def _moving(emit: Emitter, name: str, new: fx.Node) -> fx.Node:
 
 
 def _batch_norm_backward(emit: Emitter) -> list[fx.Node | None]:
-    """The gradients of input, weight and bias, those that the op gives.
+    """The gradients of input, weight and bias, as far as the op returns them.
 
     The gradient of the input is ``scale * (g - mean(g) - normal * mean(g * normal))``. Here ``g`` is the gradient of
     the output, ``normal`` the normalized input, and ``scale`` the weight divided by the standard deviation.
@@ -285,7 +285,7 @@ def _batch_norm_backward(emit: Emitter) -> list[fx.Node | None]:
 
 
 def _moved_of_groups(program: Program, node: fx.Node, factors: Collection[str]) -> int:
-    """Two sums of a number for each group of each example, reduced."""
+    """Two sums of one number for each group of each example, reduced."""
     x = program.value_type(program.value(arguments(node)["input"]))
     return 4 * x.shape[0] * arguments(node)["group"] * x.dtype.itemsize
 
@@ -307,7 +307,7 @@ def _group_norm(emit: Emitter) -> list[fx.Node | None]:
 
 
 def _group_norm_backward(emit: Emitter) -> list[fx.Node | None]:
-    """The gradients of input, weight and bias, those that the op gives."""
+    """The gradients of input, weight and bias, as far as the op returns them."""
     given, stats = emit.given, emit.type(emit.given["mean"]).dtype
     shape = list(emit.shape(given["input"]))
     column = [shape[0], given["group"], *[1] * (len(shape) - 1)]
@@ -324,7 +324,7 @@ def _group_norm_backward(emit: Emitter) -> list[fx.Node | None]:
 
 
 def _affine(emit: Emitter, x: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """Times the weight and plus the bias of the op, as far as it has them; a backward has no bias."""
+    """``x`` times the op's weight plus its bias, as far as it has them; a backward has no bias."""
     for op, name in ((aten.mul.Tensor, "weight"), (aten.add.Tensor, "bias")):
         if emit.given.get(name) is not None:
             x = emit(op, x, _spread(emit, emit.cast(emit.given[name], dtype)))
@@ -332,13 +332,13 @@ def _affine(emit: Emitter, x: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 
 def _given_results(emit: Emitter, *gradients: fx.Node) -> list[fx.Node | None]:
-    """The gradients that the op gives, in its dtypes."""
+    """The results that the op returns, in its dtypes."""
     pairs = zip(gradients, emit.program.types(emit.node), strict=True)
     return [None if type_ is None else emit.cast(gradient, type_.dtype) for gradient, type_ in pairs]
 
 
 def _grouped(emit: Emitter, x: fx.Node) -> fx.Node:
-    """``n (g c) places`` with the groups as a dim of their own."""
+    """``x`` of ``[n, (g c), ...]`` with the groups as a dim of their own."""
     batch, channels, *places = emit.shape(x)
     return emit(aten.reshape.default, x, [batch, emit.given["group"], channels // emit.given["group"], *places])
 
@@ -348,7 +348,7 @@ def _group_mean(emit: Emitter, grouped: fx.Node) -> fx.Node:
 
 
 def _moved_of_rows(program: Program, node: fx.Node, factors: Collection[str]) -> int:
-    """Two sums of each row, reduced; one of a norm without a mean."""
+    """Two sums a row, reduced; one for a norm without a mean."""
     given = arguments(node)
     rows = program.value_type(program.value(given["rstd"])) if "rstd" in given else program.types(node)[1]
     assert rows is not None, node
@@ -356,7 +356,7 @@ def _moved_of_rows(program: Program, node: fx.Node, factors: Collection[str]) ->
 
 
 def _row_norm(emit: Emitter) -> list[fx.Node | None]:
-    """Result, mean and inverse deviation of each row; without the mean for rows over their root mean square."""
+    """Result, mean and inverse deviation of each row; no mean for an RMS norm."""
     given, is_rms = emit.given, emit.node.target in RMS_NORMS
     x = emit.cast(given["input"], wide_dtype(emit.type(given["input"]).dtype))
     mean = None if is_rms else _row_mean(emit, x)
@@ -371,7 +371,7 @@ def _row_norm(emit: Emitter) -> list[fx.Node | None]:
 
 
 def _row_norm_backward(emit: Emitter) -> list[fx.Node | None]:
-    """The gradients of input, weight and bias, those that the op gives."""
+    """The gradients of input, weight and bias, as far as the op returns them."""
     given, is_rms = emit.given, emit.node.target in RMS_NORMS
     wide = wide_dtype(emit.type(given["input"]).dtype)
     gradient, x = (emit.cast(given[name], wide) for name in ("grad_out", "input"))
@@ -391,13 +391,13 @@ def _row_mean(emit: Emitter, x: fx.Node) -> fx.Node:
 
 
 def _mean(emit: Emitter, x: fx.Node, dims: Sequence[int]) -> fx.Node:
-    """The mean over dims, which stay with one element."""
+    """The mean over dims, which stay as dims of one element."""
     count = math.prod(emit.shape(x)[dim] for dim in dims)
     return emit(aten.div.Tensor, emit(aten.sum.dim_IntList, x, list(dims), True), count)
 
 
 def _count(emit: Emitter) -> int:
-    """How many elements a channel has."""
+    """The number of elements of a channel."""
     shape = emit.shape(emit.given["input"])
     return math.prod(shape) // max(1, shape[1])
 
@@ -407,7 +407,7 @@ def _sum(emit: Emitter, x: fx.Node) -> fx.Node:
 
 
 def _spread(emit: Emitter, channels: fx.Node) -> fx.Node:
-    """Numbers of channels, to be broadcast to the input."""
+    """One number a channel, in a shape that broadcasts to the input."""
     spare = len(emit.shape(emit.given["input"])) - 2
     return emit(aten.reshape.default, channels, [1, *emit.shape(channels), *[1] * spare])
 

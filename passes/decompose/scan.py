@@ -22,7 +22,7 @@ class Scan:
     """A scan along a dim, such as ``cumsum``.
 
     ``total``: the op that reduces a chunk. ``joined``: the op that combines two totals. ``nothing``: the total of no
-    elements. ``is_beyond``: compares the numbers of two chunks; true where the second counts for the first.
+    elements. ``is_beyond``: compares the indices of two chunks; true if the second counts for the first.
     """
 
     total: Any
@@ -37,7 +37,7 @@ class Scan:
         chunks = along.apart(along.given["self"], window, self.nothing)
         within = emit(along.node.target, chunks, dim + 1, **(wide if "dtype" in along.given else {}))
         totals = emit(self.total, chunks, [dim + 1], **wide)
-        # of a matrix of chunks by chunks, whose columns hold the total of their chunk where it counts
+        # a matrix of chunks by chunks: each column holds the total of its chunk in the rows that it counts for
         rest = [1] * (len(emit.shape(totals)) - dim - 1)
         row, column = (
             emit(aten.reshape.default, emit(aten.arange.default, along.count), [*shape, *rest])
@@ -51,7 +51,7 @@ class Scan:
 
 
 def _scan_window(along: Along) -> Windows | None:
-    """Its own chunk alone; nothing where that is one element, whose sum is itself."""
+    """The chunks of the dim; None if each is one element, whose sum is itself."""
     size = along.size(along.given["self"])
     return along.chunks_of(size) if size > along.count else None
 

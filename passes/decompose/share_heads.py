@@ -1,6 +1,6 @@
-"""Attention whose positions are cut by more ranks than its heads can be: some ranks share heads, the others are a ring.
+"""Attention over positions cut by more ranks than can share its heads: groups of ranks share heads and form a ring.
 
-Ranks whose positions follow one another, as those of a node, bring them together and have some of the heads each::
+Ranks with consecutive positions, such as those of a node, bring these together and keep some of the heads each::
 
     q, k, v: f32[b, 8, t@cp, d]                      # cp of 64 ranks
         ->
@@ -8,7 +8,7 @@ Ranks whose positions follow one another, as those of a node, bring them togethe
     y = attention(q, k, v) as a ring of 8 chunks     # not of 64
     y: f32[b, 8, t@cp, d]                            # by all_to_all
 
-Ulysses and a ring at once (USP, Fang and Zhao 2024): a rank sends what its group brings together, and keys 7 times
+This is Ulysses and a ring at once (USP, Fang and Zhao 2024): a rank sends its values within its group, and keys 7 times
 instead of 63.
 """
 
@@ -31,15 +31,15 @@ from ..emitter import Emitter
 from .along import Along
 
 HEADS = 1  # the dim of queries and keys
-BY_HEADS, BY_POSITIONS = "by_heads", "by_positions"  # names of the values
-LAST = 1000  # the priority: no weight is to be cut as heads are
+BY_HEADS, BY_POSITIONS = "by_heads", "by_positions"  # names of the inserted values
+LAST = 1000  # a priority behind all others, so that no weight is cut as heads are
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """How queries, keys and values are cut where they arrive, in ``positions``, and where ranks share ``heads``.
+    """Shardings of queries, keys and values: ``positions`` as they arrive, ``heads`` while ranks share heads.
 
-    ``annotation``: that which cuts positions.
+    ``annotation``: the annotation that cuts positions.
     """
 
     positions: dict[str, Sharding]
@@ -48,7 +48,7 @@ class Shared:
 
     @staticmethod
     def by(along: Along, ranks: int) -> Shared | None:
-        """Attention whose heads ``ranks`` ranks share; None where tensors or axes cannot be divided so."""
+        """The shardings if groups of ``ranks`` ranks share heads; None if tensors or axes cannot be divided so."""
         program, given = along.emit.program, {name: along.given[name] for name in ("query", "key", "value")}
         arriving = {name: program.sharding(x) for name, x in given.items()}
         heads, positions = arriving["key"].dims[HEADS : POSITIONS + 1]
@@ -56,7 +56,7 @@ class Shared:
         if axes is None or heads.minor or positions.minor or num_shards(positions.axes) != along.count:
             return None
         if any(part.name == MICROBATCH for part in positions.axes):
-            return None  # they follow one another
+            return None  # microbatches run one after another
         shared = DimSharding((*heads.axes, *axes[1])), DimSharding(axes[0])
         shapes = [along.emit.shape(x)[HEADS : POSITIONS + 1] for x in given.values()]
         are_whole = not axes[0]
@@ -75,7 +75,7 @@ def _with_dims(sharding: Sharding, shared: tuple[DimSharding, DimSharding]) -> S
 
 
 def _split(axes: Axes, ranks: int) -> tuple[Axes, Axes] | None:
-    """Axes whose ``ranks`` minor coordinates are apart from the others; None where an axis cannot be split so."""
+    """Axes split into the major rest and a minor part of ``ranks`` ranks; None if an axis cannot be split so."""
     rest, minor = list(axes), list[Axes]()
     while ranks > 1 and rest:
         last = rest.pop()
@@ -90,12 +90,12 @@ def _split(axes: Axes, ranks: int) -> tuple[Axes, Axes] | None:
 
 
 def with_heads(emit: Emitter, shared: Shared, names: Sequence[str]) -> dict[str, fx.Node]:
-    """Operands of attention, or of its backward, cut as where ranks share heads."""
+    """Operands of attention, or of its backward, cut as ranks share heads."""
     found = {}
     for name in names:
         x = emit.given[name]
         if name == "out" and is_annotation(x):
-            x = operand(x)  # before forward brought it back
+            x = operand(x)  # the value before forward brought it back to positions
         found[name] = _annotated(emit, x, shared.heads.get(name, shared.heads["query"]), shared.annotation, LAST)
     return found
 
@@ -103,14 +103,14 @@ def with_heads(emit: Emitter, shared: Shared, names: Sequence[str]) -> dict[str,
 def with_positions(
     emit: Emitter, shared: Shared, results: Sequence[fx.Node | None], names: Sequence[str]
 ) -> list[fx.Node | None]:
-    """Results, the first of them brought back to how the operands of these names arrived."""
+    """The results; the first of them are cut again as the operands of these names arrived."""
     pairs = zip(results, names, strict=False)
     brought = [x and _annotated(emit, x, shared.positions[name], shared.annotation) for x, name in pairs]
     return [*brought, *results[len(brought) :]]
 
 
 def _annotated(emit: Emitter, x: fx.Node, sharding: Sharding, text: str, priority: int = 0) -> fx.Node:
-    """A value with these cuts of heads and positions, and of its batch at least those but for microbatches."""
+    """A value annotated with these cuts of heads and positions; its batch stays open, and has all but microbatches."""
     shape, batch = emit.shape(x), sharding.dims[0]
     batch = replace(batch, axes=tuple(part for part in batch.axes if part.name != MICROBATCH))
     spec = P.of(replace(sharding, dims=(batch, *sharding.dims[1 : len(shape)])), shape, frozenset([0]))

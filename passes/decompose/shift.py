@@ -1,4 +1,4 @@
-"""Ops that move elements along a cut dim, taken apart into windows: slices, padding, rolls, flips, concatenation."""
+"""Ops that move elements along a cut dim, taken apart into windows: slices, padding, rolls, flips, concatenations."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _slice_scatter_window(along: Along) -> Windows | None:
 
 
 def _slice_scatter(along: Along, window: Windows) -> fx.Node:
-    """The source, padded to the whole, where it belongs."""
+    """The source, padded to the whole size, within its range; the old value elsewhere."""
     emit, start, end = along.emit, -window.start, window.length - window.start
     padded = along.padded(along.given["src"], start, window.total - end)
     position = _positions(along, window.total)
@@ -64,7 +64,7 @@ def _slice_scatter(along: Along, window: Windows) -> fx.Node:
 
 
 def _positions(along: Along, size: int) -> fx.Node:
-    """The numbers of the elements of the dim, to be compared with."""
+    """The index of each element of the dim, in a shape that broadcasts."""
     shape = [-1, *[1] * (along.ndim - 1 - along.dim)]
     return along.emit(aten.reshape.default, along.emit(aten.arange.default, size), shape)
 
@@ -83,7 +83,7 @@ def _split_reach(along: Along) -> list[tuple[Windows, TensorType]]:
 
 
 def _split(along: Along) -> list[fx.Node | None]:
-    """The pieces as slices, each to be taken apart by itself."""
+    """The pieces as slices, each of which is taken apart on its own."""
     x, ranges = along.given["self"], _ranges(along, along.emit.program.types(along.node))
     return [along.emit(aten.slice.Tensor, x, along.dim, start, end) for start, end in ranges]
 
@@ -95,7 +95,7 @@ def _cat_reach(along: Along) -> list[tuple[Windows, TensorType]]:
 
 
 def _cat(along: Along) -> fx.Node:
-    """Each piece is padded to the whole, and each element taken from its own."""
+    """Each piece is padded to the whole size, and each element is taken from its own piece."""
     pieces, total = along.given["tensors"], along.size(along.node)
     position = _positions(along, total)
     result: fx.Node | None = None
@@ -107,7 +107,7 @@ def _cat(along: Along) -> fx.Node:
     return result
 
 
-# Padding, with a number, the edge or a mirror image. An op pads two ends of each of the last dims, the last dim first.
+# Padding with a number, the edge or a mirror image. An op lists both ends of each of the last dims, the last dim first.
 
 
 def _pad_window(along: Along, beyond: int = FILLED) -> Windows:

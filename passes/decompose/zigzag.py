@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def _stretches(along: Along) -> tuple[Windows, Windows] | None:
-    """The early and the late stretches as windows of the positions in order; None where they are not all alike."""
+    """The early and the late stretches as windows of the positions in order; None if the dim is not cut so evenly."""
     _, dim, _, _, count, _ = along.node.args
     size = along.size(along.node)
     if (dim, count) != (along.dim, along.count) or size % (2 * along.count):

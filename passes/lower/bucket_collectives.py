@@ -6,15 +6,15 @@
     c = all_reduce(y, ("dp",), "sum")   ->    a = b[0];  c = b[1]
 
 Reductions join in the order in which their operands are computed, so that the first bucket starts while backward still
-runs. Gathers of stored parameters join for a layer, or for several layers that are together no larger than the largest.
-A bucket is closed before it is read, and as soon as it holds its share of at most ``bucket`` bytes, an option. A larger
+runs. Gathers of stored parameters join for a layer, or for several layers that together are no larger than the largest.
+A bucket is closed before it is read, and as soon as it holds its share, at most ``bucket`` bytes (an option). A larger
 collective goes alone, and needs no buffer. So a bucket holds less than twice the limit. Reductions of one kind and
 dtype over the same axes that nothing reads before the end go in at most ``bytes / bucket`` buckets, rounded up, plus
-one. Where sums and gathers go in two steps, over axes of two kinds, so do their buckets: a second step does not close
-the bucket that it reads, but waits in one of its own.
+one. If sums and gathers go in two steps, over axes of two kinds, so do their buckets: a second step does not close the
+bucket that it reads, but waits in one of its own.
 
-A stage of a pipeline runs a bucket whole if it needs any of it. So a bucket holds collectives that the same stages run
-in the same part of their work; a weight that two stages read goes apart. Invariant: no value changes its sharding.
+A stage of a pipeline runs all of a bucket if it needs any of it. So a bucket holds collectives that the same stages run
+in the same part of their work; a weight that two stages read goes separately. Invariant: no value changes its sharding.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from shardc.program.node import is_view
 from shardc.program.program import Program
 from shardc.program.stages import has_stages, stages_of
 
-SMALL = 2**20  # below it a bucket is not worth a start of its own
+SMALL = 2**20  # bytes; a smaller bucket is not worth a start of its own
 Where = frozenset[tuple[int, Part]]  # the stages of a pipeline that run a call, and in which part of their work
 REDUCTIONS: tuple[CollectiveKind, ...] = ("all_reduce", "reduce_scatter")
 
@@ -67,7 +67,7 @@ def _is_in_steps(program: Program) -> bool:
 def _return_last(program: Program) -> None:
     """Move gradients that are copies of a bucket's results, or in sums by steps views of them, to the end.
 
-    Where they stand they would close the bucket. The pass ``overlap_collectives`` finds a place for the copies.
+    In their own place they would close the bucket. The pass ``overlap_collectives`` finds a place for the copies.
     """
     has_views = _is_in_steps(program)
     for node in list(program.calls):
@@ -77,7 +77,7 @@ def _return_last(program: Program) -> None:
 
 
 def _where(program: Program) -> dict[fx.Node, Where]:
-    """Where each node runs; without a pipeline all are alike."""
+    """The stages and parts of work in which each node runs; empty for all nodes without a pipeline."""
     where = defaultdict[fx.Node, Where](frozenset)
     for index, stage in enumerate(stages_of(program).stages if has_stages(program) else ()):
         for part, calls in stage.parts.items():
@@ -87,14 +87,14 @@ def _where(program: Program) -> dict[fx.Node, Where]:
 
 
 def _reductions(program: Program, sizes: Mapping[fx.Node, int], where: Mapping[fx.Node, Where]) -> list[list[fx.Node]]:
-    """Buckets of small reductions, in each of which no node is read before the last one; none reads a later bucket.
+    """Buckets of small reductions. No node of a bucket is read before its last one, and none reads a later bucket.
 
-    A bucket may be of one. Reductions that run once for several backwards are not joined to one that runs in each.
+    A bucket may hold one node. Reductions that run once for several backwards do not join those that run in each.
     """
     backward, late, limit = set(split(program).backward), deferrable(program), program.options.bucket
     contents, waits = Contents(program), _is_in_steps(program)
     keys: dict[fx.Node, object] = {}
-    steps: dict[fx.Node, int] = {}  # a reduction of what was reduced over other axes is the second one of its sum
+    steps: dict[fx.Node, int] = {}  # 2 for a reduction of a value that is already reduced over other axes
     total: Counter[object] = Counter()
     for node, nbytes in sizes.items():
         part = members(node)[0]
@@ -103,13 +103,13 @@ def _reductions(program: Program, sizes: Mapping[fx.Node, int], where: Mapping[f
             key = _key(contents, node, part), where[node], part.args[1]
             keys[node] = *key, node in backward, node in late, steps[node]
             total[keys[node]] += nbytes
-    # All buckets of a key are of one size, and one more than there need be, so that the first can start early.
+    # All buckets of a key have one size, and there is one more than needed, so that the first can start early.
     full = {key: max(min(limit, SMALL), n / (-(-n // limit) + 1)) if n else limit for key, n in total.items()}
     open_: dict[object, list[fx.Node]] = {}
     done: list[list[fx.Node]] = []
 
     def awaited(read: Iterable[fx.Node]) -> set[object]:
-        """The keys of the open buckets of what is read, and of those that these read."""
+        """The keys of the open buckets that hold nodes in ``read``, and of the buckets that these read."""
         found = {keys[node] for node in read if node in open_.get(keys.get(node), ())}
         return found.union(*(awaited(node.all_input_nodes) for key in found for node in open_[key]))
 
@@ -118,7 +118,7 @@ def _reductions(program: Program, sizes: Mapping[fx.Node, int], where: Mapping[f
         done.extend(open_.pop(key) for key in in_turn() if key in closed)
 
     def in_turn() -> list[object]:
-        """The keys of open buckets in the order of their steps: a bucket reads buckets of earlier steps alone."""
+        """The keys of open buckets in the order of their steps: a bucket reads only buckets of earlier steps."""
         return sorted(open_, key=lambda key: steps[open_[key][0]])
 
     for node in program.graph.nodes:
@@ -132,7 +132,7 @@ def _reductions(program: Program, sizes: Mapping[fx.Node, int], where: Mapping[f
 
 
 def _join_reductions(program: Program, buckets: Iterable[list[fx.Node]]) -> None:
-    """Join each bucket right behind the last of its nodes, or of those of a bucket that it reads."""
+    """Join each bucket right behind its last node, or that of a bucket that it reads."""
     order = {node: i for i, node in enumerate(program.graph.nodes)}
     places: dict[fx.Node, fx.Node] = {}  # by each node of a bucket, the node behind which the bucket is put
     ends: dict[fx.Node, fx.Node] = {}  # the last of the nodes that were put behind such a node
@@ -149,7 +149,7 @@ def _join_reductions(program: Program, buckets: Iterable[list[fx.Node]]) -> None
 
 
 def _gathers(program: Program, sizes: Mapping[fx.Node, int], where: Mapping[fx.Node, Where]) -> list[list[fx.Node]]:
-    """Buckets of gathers of inputs that follow each other: a layer's, or several that are no more than the largest."""
+    """Buckets of consecutive gathers of inputs: those of a layer, or of several layers no larger than the largest."""
     runs: dict[tuple[Any, ...], list[list[fx.Node]]] = {}
     layers: dict[tuple[Any, ...], str] = {}
     backward, limit, contents = set(split(program).backward), program.options.bucket, Contents(program)

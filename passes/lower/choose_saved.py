@@ -1,8 +1,8 @@
-"""Which values of forward are saved for backward within a budget of bytes: minimum cuts of the graph, at a price.
+"""Choose the values of forward to save for backward within a budget of bytes, by minimum cuts at a price of a byte.
 
-A value that backward reads is saved, or computed again from others that are saved. For a price of a byte, the cheapest
-choice is a minimum cut between what there is and what backward reads. The price is searched at which the choice meets
-the budget. In a pipeline every rank has the budget, for all its microbatches under way.
+A value that backward reads is saved, or computed again from saved ones. At a given price of a byte, the cheapest choice
+is a minimum cut between the inputs and the values that backward reads. A search finds the price at which the choice
+meets the budget. In a pipeline every rank has the budget, for all its microbatches under way.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from .minimum_cut import Call, Cuts, Form, cuts_of
 
 FLOPS_PER_BYTE = 64  # between a CPU's, about 10, and a GPU's, about 150: products and attention are saved first
 WIRE = 16  # bytes of memory that are moved in the time of one on the wire
-SLANT = 0.1  # how much dearer the first byte saved is than the last: it is held longest, and like blocks differ
+SLANT = 0.1  # extra price of the first byte saved over the last: it is held longest, and equal blocks then differ
 WINDOW = 8  # calls on each side of a narrow place that are no narrower
-LOW, HIGH = -10.0, 24.0  # prices, as powers of 2: bytes moved that saving one less is worth
+LOW, HIGH = -10.0, 24.0  # prices of a saved byte, in bytes moved, as powers of 2
 HALVINGS = 12
-LUMPS = 3  # values that are tried to be held
-TRIES = 4  # of budgets for the ranks of a pipeline
-IN_FLIGHT = {"F": 1, "B": -1, "W": -1}  # by how many each action changes the microbatches of a stage under way
+LUMPS = 3  # large values to try to hold
+TRIES = 4  # rounds of budgets for the ranks of a pipeline
+IN_FLIGHT = {"F": 1, "B": -1, "W": -1}  # the change, by each action, in a stage's microbatches under way
 
-Choose = Callable[[Program, Parts, Collection[fx.Node]], set[Value]]  # what is not saved; the nodes are twins
+Choose = Callable[[Program, Parts, Collection[fx.Node]], set[Value]]  # the values not saved; the nodes are twins
 Unsaved = set[tuple[str, int]]  # the same by names, which a copy of a program keeps
-Recompute = Callable[[Program, Choose], Program]  # a copy in which backward computes again what is not saved
+Recompute = Callable[[Program, Choose], Program]  # a copy in which backward computes unsaved values again
 
 
 def within_budget(program: Program, remat: Remat, recompute: Recompute) -> Program:
-    """The program that saves no more than the budget on any rank. OptionError where more must be saved.
+    """The program that saves no more than the budget on any rank. Raises an OptionError if more must be saved.
 
     In a pipeline each rank chooses for itself. One that still saves too much tries again with a lower budget.
     """
@@ -97,7 +97,7 @@ def _saved_bytes(program: Program) -> list[int]:
 
 
 def _without_max_memory(program: Program) -> Program:
-    """The same graph with no limit on memory, for which a schedule is found anew."""
+    """The same graph without a limit on memory, so that its schedule is found anew."""
     options = program.options
     assert options.pipeline is not None
     return replace(program, options=replace(options, pipeline=replace(options.pipeline, max_memory=None)))
@@ -108,7 +108,7 @@ def _unsaved_in_ranks(
     known: dict[tuple[int, int], Unsaved],
 ) -> set[Value]:  # fmt: skip
     """The values that are not saved; ``known``: of a rank and its budget, for this program or an equal one."""
-    program = _without_max_memory(program)  # what is found out here holds until the graph is changed
+    program = _without_max_memory(program)  # facts cached here hold until the graph changes
     owners = owners_of(program, (*parts.update, *parts.forward))
     for each, share in zip(enumerate(budgets), _shares(program, parts, owners), strict=True):
         if each not in known:
@@ -120,10 +120,10 @@ def _unsaved_in_ranks(
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of a program that is chosen for at once: all of it, or the stages of one rank.
+    """The part of a program whose saved values are chosen together: all of it, or the stages of one rank.
 
     ``forward``: the calls whose results may be saved there; ``fixed``: those of them that cannot be repeated there.
-    ``times``: how many microbatches of a call's results are saved at a time, where it is not one.
+    ``times``: the number of microbatches of a call's results that are saved at a time, if it is not one.
     """
 
     forward: Sequence[fx.Node]
@@ -133,9 +133,9 @@ class Share:
 
 
 def _shares(program: Program, parts: Parts, owners: Mapping[Value, Value]) -> Iterator[Share]:
-    """For each rank the calls of its stages, those that every stage repeats for itself, and what its stages receive.
+    """For each rank the calls of its stages, those that every stage repeats, and those whose results it receives.
 
-    What is computed once a step is there anyway.
+    Calls that run once a step are left out, since their results stay anyway.
     """
     kinds, schedule = ValueKinds(program), schedule_of(program)
     stage = StageAssignment(kinds).stage
@@ -162,9 +162,9 @@ class Chooser:
     """The values of one share of a program that are saved, for any price of a byte.
 
     Values are those that own their bytes (``owners``); their views cost nothing. ``read``: those that backward reads.
-    ``results``: what each call of forward makes of its own; ``numbers``: of these values in order. ``held``: values
-    that are saved at any price. ``pieces``: the bytes on the device of those of which a rank saves a piece, or a copy
-    in the tier below.
+    ``results``: the values of each call of forward that own their bytes; ``numbers``: the numbers of these in order.
+    ``held``: values that are saved at any price. ``pieces``: for values of which a rank saves only a piece, or a copy
+    in the tier below, the bytes on the device.
     """
 
     def __init__(
@@ -188,11 +188,11 @@ class Chooser:
         self.pieces = pieces_of(program, share.forward)
 
     def within(self, budget: int) -> set[Value]:
-        """The values to save, at the least cost within the budget; the fewest bytes possible where that is more."""
+        """The values to save at the least cost within the budget; those of the fewest bytes if none are within it."""
         if self.bytes_of(self.read) <= budget:
             return self.read
         least, crossings = self.read, self._crossings()
-        # What crosses all narrow places, every 2nd, 4th, ..., none.
+        # Hold the values that cross all narrow places, every 2nd, every 4th, ..., none.
         holdings = [set().union(*crossings[2**i - 1 :: 2**i]) for i in range(len(crossings).bit_length())]
         for held in (*holdings, set()):
             self.held = held
@@ -202,7 +202,7 @@ class Chooser:
         return least
 
     def bytes_of(self, values: Collection[Value]) -> int:
-        """Bytes of values on a rank; those that the program returns are there anyway."""
+        """Bytes of values on a rank, without those that the program returns, which stay anyway."""
         return sum(map(self._nbytes, values))
 
     def unsaved(self, saved: Collection[Value]) -> set[Value]:
@@ -223,9 +223,9 @@ class Chooser:
         return [crossing for i, crossing in enumerate(crossings) if i == 0 or crossing != crossings[i - 1]]
 
     def _cheapest(self, budget: int) -> set[Value]:
-        """The values saved at the least price that meets the budget, and those of a lesser price that still fit.
+        """The values saved at the least price that meets the budget, and those of a lower price that still fit.
 
-        A large value that all but fits costs little not to save, so it is tried to hold it instead.
+        A large value that almost fits may be worth saving in place of others, so the largest ones are tried as held.
         """
         best, wanted = self._at_least_price(budget)
         missing = wanted - best
@@ -239,10 +239,10 @@ class Chooser:
         return best
 
     def _at_least_price(self, budget: int) -> tuple[set[Value], set[Value]]:
-        """The values saved within a budget, and those saved at a price little less."""
+        """The values saved within a budget, and those saved at a slightly lower price."""
         low, high, best, wanted = LOW, HIGH, self.saved(HIGH), self.saved(LOW)
         for _ in range(HALVINGS):
-            if len(wanted - best) <= 1:  # no choice is between them
+            if len(wanted - best) <= 1:  # no choice lies between them
                 break
             price = (low + high) / 2
             saved = self.saved(price)
@@ -256,7 +256,7 @@ class Chooser:
         return best, wanted
 
     def _closed(self, saved: Collection[Value]) -> tuple[set[Value], set[fx.Node]]:
-        """Those of ``saved`` that backward or a repeated call reads; and the calls that it repeats."""
+        """The values of ``saved`` that backward or a repeated call reads, and the calls that backward repeats."""
         needed: set[Value] = set()
         again: set[fx.Node] = set()
         stack = list(self.read)
@@ -270,7 +270,7 @@ class Chooser:
         return needed, again
 
     def saved(self, price: float) -> set[Value]:
-        """The values saved where a byte of one microbatch costs 2 to the power of ``price``."""
+        """The values saved if a byte of one microbatch costs 2 to the power of ``price``."""
         saved = self._cuts.saved(price, frozenset(self.numbers[value] for value in self.held))
         return {value for value, number in self.numbers.items() if number in saved}
 
@@ -281,7 +281,7 @@ class Chooser:
         for node, values in self.results.items():
             slant = 1 + SLANT * (1 - self.order[node] / len(self.order))
             operands = sorted(self.numbers[value] for value in self._operands(node))
-            nbytes = tuple(slant * (self._nbytes(value) / most) for value in values)  # exactly alike in like stages
+            nbytes = tuple(slant * (self._nbytes(value) / most) for value in values)  # the same in equal stages
             calls.append(Call(self.costs[node], node in self.fixed, tuple(operands), nbytes))
         return cuts_of(Form(tuple(calls), tuple(sorted(self.numbers[value] for value in self.read))))
 
@@ -299,7 +299,7 @@ class Chooser:
         return moved + flops_of_call(self.program, node) // FLOPS_PER_BYTE + WIRE * sent
 
     def _nbytes(self, value: Value) -> int:
-        """Bytes to save a value: of all microbatches under way, 0 if the program returns it."""
+        """Bytes to save a value for all microbatches under way; 0 if the program returns it."""
         size = self.pieces[value] if value in self.pieces else self._size(value)
         return 0 if value in self.free else size * self.times.get(value[0], 1)
 

@@ -8,13 +8,14 @@
     p = dot(h, v, "b t k, k n -> b t n")     ->    z = dots_scatter(h, ("tp",), 1, ("b t k, k n -> b t n",), v)
     z = reduce_scatter(p, ("tp",), "sum", 1)
 
-A rank multiplies the chunk that it has while the next one is on its way. Of a sum each chunk goes round, and each rank
-adds its part. Products share the ring of a value where their other operands are known before it is first read; what
-else reads the value reads the ring's first result. A sum of products is one ring. Gathers of stored parameters stay as
-they are, which start a layer ahead, as do sums that reach gradients of parameters alone, for which nothing waits.
+A rank multiplies the chunk that it has while the next one is on its way. In a sum each chunk goes round, and each rank
+adds its part. Products share the ring of a value if their other operands are known before it is first read. Other
+readers of the value read the ring's first result. A sum of products is one ring. Gathers of stored parameters stay as
+they are, since they start a layer ahead. So do sums that reach only gradients of parameters, since nothing waits for
+them.
 
-With ``"auto"`` a ring is made where it takes less time than what it replaces, and none if the step is not shorter with
-them. Invariant: every value that is left keeps its type and its sharding.
+With ``"auto"`` a ring is made if it takes less time than the calls that it replaces, and none at all if the step is not
+shorter with rings. Invariant: every value that is left keeps its type and its sharding.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from .overlap_collectives import overlap_collectives
 
 
 def chunk_dots(program: Program) -> Program:
-    """The program with rings of products; the same without the option."""
+    """The program with rings of products; unchanged without the option."""
     way = program.options.overlap
     if way is None:
         return program
@@ -70,14 +71,14 @@ NOTHING_WAITS = (
 
 
 def _has_sums(program: Program) -> bool:
-    """Whether products make sums over ranks that more than gradients of parameters wait for."""
+    """Whether products make sums over ranks that calls other than gradients of parameters wait for."""
     gradients = only_to_gradients(program) | {program.output_node}
     products = program.graph.find_nodes(op="call_function", target=dot)
     return any(program.sharding(each).partial and not gradients.issuperset(each.users) for each in products)
 
 
 def _left_plain(program: Program) -> Iterator[str]:
-    """For each collective beside a product that is no ring, why it is none."""
+    """For each collective beside a product that could not become a ring, the reason."""
     gradients = only_to_gradients(program)
     for node in program.calls:
         readers, read = [{each.target for each in nodes} for nodes in (node.users, node.all_input_nodes)]
@@ -96,7 +97,7 @@ def _step_seconds(program: Program) -> float:
 
 
 def _make_rings(program: Program) -> bool:
-    """Make rings of gathers, then of sums; whether there are any."""
+    """Make rings of gathers, then of sums; return whether any were made."""
     rings, gradients = list[fx.Node](), only_to_gradients(program)
     for node in program.graph.find_nodes(op="call_function", target=all_gather):
         if node.users and _has_chunks(program, node, operand(node)) and not _starts_ahead(program, node):
@@ -109,7 +110,7 @@ def _make_rings(program: Program) -> bool:
 
 
 def _has_chunks(program: Program, node: fx.Node, piece: fx.Node) -> bool:
-    """Whether the pieces of a value that a collective joins or makes are alike, on several ranks."""
+    """Whether the pieces that a collective joins or makes are equal, on more than one rank."""
     assert program.mesh is not None
     axes, *_, dim = members(node)[0].args
     cut = program.sharding(piece).dims[dim]
@@ -118,7 +119,7 @@ def _has_chunks(program: Program, node: fx.Node, piece: fx.Node) -> bool:
 
 
 def _starts_ahead(program: Program, node: fx.Node) -> bool:
-    """Whether a gather is of a stored parameter, or of what is saved in pieces."""
+    """Whether a gather is of a stored parameter, or of a value that is saved in pieces."""
     if not is_early(node):
         return False
     inputs = dict(zip(program.placeholders, program.inputs, strict=True))
@@ -126,7 +127,7 @@ def _starts_ahead(program: Program, node: fx.Node) -> bool:
 
 
 def _is_faster(program: Program, ring: fx.Node, replaced: Collection[fx.Node]) -> bool:
-    """Whether a ring is wanted in any case, or takes less time than what it replaces."""
+    """Whether a ring is wanted in any case, or takes less time than the calls that it replaces."""
     return program.options.overlap != AUTO or seconds(program, ring) < sum(seconds(program, each) for each in replaced)
 
 
@@ -134,7 +135,7 @@ def _is_faster(program: Program, ring: fx.Node, replaced: Collection[fx.Node]) -
 
 
 def _gather(program: Program, node: fx.Node) -> Iterator[fx.Node]:
-    """Make a ring of a gather and of products of what is gathered, if there are any."""
+    """Make a ring of a gather and the products of the gathered value, if there are any."""
     first, src = min(node.users), operand(node)
     dots = sorted(each for each in node.users if _is_of_chunks(program, node, each, first))
     axes, dim = members(node)[0].args
@@ -171,7 +172,7 @@ def _is_of_chunks(program: Program, node: fx.Node, user: fx.Node, first: fx.Node
 
 
 def _led_by(node: fx.Node, product: fx.Node) -> tuple[str, fx.Node]:
-    """The spec of a product with one of its operands before the other, and the other."""
+    """The spec of a product with the operand ``node`` first, and the other operand."""
     a, b, spec = operand(product), operand(product, 1), str(product.args[2])
     if a is node:
         return spec, b
@@ -183,7 +184,7 @@ def _led_by(node: fx.Node, product: fx.Node) -> tuple[str, fx.Node]:
 
 
 def _scatter(program: Program, node: fx.Node) -> Iterator[fx.Node]:
-    """Make a ring of a reduce_scatter and of the products whose sum it scatters, if it is one of products alone."""
+    """Make a ring of a reduce_scatter and the products whose sum it scatters, if all summands are products."""
     sums = list[fx.Node]()
     dots = list(_summed(program, node, operand(node), sums))
     if len(set(dots)) < len(dots) or not all(_is_of_sum(program, node, each) for each in dots):
@@ -202,7 +203,7 @@ def _scatter(program: Program, node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _summed(program: Program, node: fx.Node, value: fx.Node, sums: list[fx.Node]) -> Iterator[fx.Node]:
-    """What is added up in a value, by additions that are read once each, which are added to ``sums``."""
+    """The summands of a value, through additions that are read once each; the additions are appended to ``sums``."""
     is_sum = value.target is torch.ops.aten.add.Tensor and not value.kwargs and len(value.users) == 1
     if is_sum and [program.type(each) for each in value.all_input_nodes] == [program.type(value)] * 2:
         sums.append(value)
@@ -213,7 +214,7 @@ def _summed(program: Program, node: fx.Node, value: fx.Node, sums: list[fx.Node]
 
 
 def _is_of_sum(program: Program, node: fx.Node, product: fx.Node) -> bool:
-    """Whether a value is a product of which a chunk of one operand makes a chunk, and that only its sum reads."""
+    """Whether a value is a product that only its sum reads, and each chunk of one operand makes one of its chunks."""
     if (
         product.target is not dot
         or len(product.users) > 1
@@ -232,4 +233,4 @@ def _set_facts(program: Program, ring: fx.Node, node: fx.Node, made: Sequence[fx
     program.set_sharding(ring, shardings if program.has_many(ring) else shardings[0])
     program.set_origins(ring, tuple(map(program.origin, made)))
     program.set_causes(ring, program.causes(node))
-    program.is_fallback(ring)  # found out while its types are global
+    program.is_fallback(ring)  # cached while its types are global

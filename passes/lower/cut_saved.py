@@ -1,6 +1,6 @@
-"""cut_saved: lowered -> lowered. What is saved for backward is cut, or put in the tier below, as ``saved`` says.
+"""cut_saved: lowered -> lowered. Values saved for backward are cut, or put in the tier below, as ``saved`` says.
 
-Ranks that would all save a value save a piece each, and backward gathers the pieces before it reads them::
+Ranks that would all save a value save a piece each, and backward gathers the pieces before it reads the value::
 
     x: f32[8@dp, 64] = relu(y)                    x: f32[8@dp, 64] = relu(y)
                                                   s: f32[8@dp, 64@tp] = saved_slice(x, ("tp",), 1)
@@ -14,9 +14,9 @@ With a tier, host memory or files, the piece or the value goes there until backw
     ...                                                                                                 # backward
     u: f32[8@dp, 64@tp] = fetch(o, "host");  g: f32[8@dp, 64] = all_gather(u, ("tp",), 1)
 
-Views that backward reads are taken of what is gathered or fetched. Each stage of a pipeline saves a piece of what it
-reads. Later passes treat these gathers and fetches as those of stored parameters: a layer's go together, one layer
-ahead. Invariant: forward computes what it did.
+Views that backward reads are taken of the gathered or fetched value. Each stage of a pipeline saves a piece of the
+values that it reads. Later passes treat these gathers and fetches as those of stored parameters: a layer's go together,
+one layer ahead. Invariant: forward computes the same values.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from .make_again import enclosing, make_again
 
 
 def cut_saved(program: Program) -> Program:
-    """The program that saves pieces, or in the tier below; the same without the option."""
+    """The program that saves pieces, or saves in the tier below; unchanged without the option."""
     if not program.options.saved or not split(program).backward:
         return program
     program = program.copy()
-    for node in split(program).backward:  # what backward computes of forward may stand before what it will gather
+    for node in split(program).backward:  # calls made again for backward may stand before values it will gather
         program.output_node.prepend(node)
     cuts = Cuts(program)
     for stage, readers in _backward_by_stage(program).items():
@@ -60,7 +60,7 @@ def cut_saved(program: Program) -> Program:
 
 
 def pieces_of(program: Program, forward: Iterable[fx.Node]) -> dict[Value, int]:
-    """The bytes that a rank saves on its device of each value of forward, where it is not all of it."""
+    """The bytes that a rank saves on its device, for each value of forward that it does not save whole there."""
     if not program.options.saved:
         return {}
     cuts = Cuts(program)
@@ -73,11 +73,11 @@ NOTHING_BELOW = "nothing that these modules read is saved so: backward reads no 
 
 
 class Cuts:
-    """How each value of forward is cut while it is saved, and where it is. OptionError where a glob matches no module.
+    """The cut and the place of each saved value of forward. Raises an OptionError if a glob matches no module.
 
-    What depends on no input, as positions do, is not sent but saved by every rank. On the device stay numbers and
-    vectors, which are small at any size, and what depends on parameters alone, as casts of them do. ``used``: the keys
-    of the option that change how a value is saved.
+    A value that depends on no input, such as positions, is saved whole by every rank. Numbers and vectors, which are
+    small at any size, stay on the device, and so do values that depend only on parameters, such as casts of them.
+    ``used``: the keys of the option that change how a value is saved.
     """
 
     def __init__(self, program: Program) -> None:
@@ -95,7 +95,7 @@ class Cuts:
                 raise OptionError(f"saved={{{key!r}: {entry!r}}}", what, problem, remedy)
 
     def of(self, node: fx.Node) -> SavedCut | None:
-        """How a value is saved; None where it is as it was computed."""
+        """The way a value is saved; None if it is saved as it was computed."""
         key, computed = key_for(self.entries, self._modules(node)), self.program.sharding(node)
         how, type_ = None if key is None else self.saved[key], self.program.global_type(node)
         if key is None or how is None or node not in self.of_inputs:
@@ -108,7 +108,7 @@ class Cuts:
         return SavedCut(node.name, type_, stored, computed, f"saved={{{key!r}: {self.entries[key]!r}}}", to)
 
     def _stored(self, type_: TensorType, computed: Sharding, how: SavedAs) -> Sharding:
-        """The sharding in which a value is saved; the same where it cannot be cut so."""
+        """The sharding in which a value is saved; ``computed`` if it cannot be cut so."""
         if computed.partial:
             return computed
         stored = self._sharding(type_, computed, how.axes, how.dim)
@@ -116,10 +116,10 @@ class Cuts:
         return stored if is_cut else computed
 
     def _sharding(self, type_: TensorType, computed: Sharding, names: tuple[str, ...], dim: int | None) -> Sharding:
-        """The sharding with a dim cut by further axes; the same where the dim is too short, or they cut it already."""
+        """The sharding with a dim cut by further axes; unchanged if the dim is too short or they already cut it."""
         mesh, cutting = computed.mesh, {part.name for part in computed.cut_axes}
         axes = tuple(mesh.axis(name) for name in names if name not in cutting and mesh.axis_size(name) > 1)
-        if dim is None:  # the last ones are features, which are as many in every call
+        if dim is None:  # the last dims are features, of one number in every call
             return stored_sharding(type_, computed, axes, from_last=True)
         cut = computed.dims[dim] if dim < len(computed.dims) else None
         if cut is None or cut.minor or cut.local_size(type_.shape[dim]) < num_shards(axes):
@@ -127,7 +127,7 @@ class Cuts:
         return computed.with_dim(dim, DimSharding((*cut.axes, *axes)))
 
     def _modules(self, node: fx.Node) -> set[str]:
-        """The modules that read a value, in forward or in backward, and those that hold them."""
+        """The modules that read a value, in forward or in backward, and those that contain them."""
         readers = (user for user in node.users if not is_saved(user))
         return {"", *(path for each in readers for path in enclosing(self.program.source(each).module))}
 
@@ -151,18 +151,18 @@ def _backward_by_stage(program: Program) -> dict[int, list[fx.Node]]:
 
 
 def _cut_for(program: Program, cuts: Cuts, readers: Sequence[fx.Node], stage: int) -> None:
-    """Let the calls of backward of a stage read what is gathered of pieces, or fetched."""
+    """Let the backward calls of a stage read values that are gathered from pieces, or fetched."""
     parts = split(program)
     owners, forward = owners_of(program, (*parts.update, *parts.forward)), set(parts.forward)
 
     def memory(nodes: Iterable[fx.Node | None]) -> set[Value]:
-        """The values in whose memory these of forward are."""
+        """The values that own the memory of those nodes that are of forward."""
         values = (program.value(node) for node in nodes if node in forward)
         return {owners[value] for value in values if value in owners}
 
     read = memory(operand for reader in readers for operand in reader.all_input_nodes) - memory(program.results)
-    found: dict[Value, list[fx.Node]] = {}  # the calls that bring back a value, the last of which has it
-    twins: dict[fx.Node, fx.Node] = {}  # by each node that stands for such a value
+    found: dict[Value, list[fx.Node]] = {}  # the calls that bring back a value, which the last of them returns
+    twins: dict[fx.Node, fx.Node] = {}  # by node of forward with such a value, the call that returns it
     for node in parts.forward:
         value = program.value(node)
         if value in read and not program.has_many(node):
@@ -179,7 +179,7 @@ def _cut_for(program: Program, cuts: Cuts, readers: Sequence[fx.Node], stage: in
 
 
 def _brought_back(program: Program, node: fx.Node, cut: SavedCut, before: fx.Node, stage: int) -> list[fx.Node]:
-    """Save a value in a stage as a cut says; the calls of backward, before one there, that make it again of that."""
+    """Save a value in a stage as a cut says; return the calls of backward, inserted at ``before``, that restore it."""
     is_cut, last = cut.stored != cut.computed, program.value(node)[0]
     args = _slice_arguments(cut) if is_cut else ()
     saves = [(saved_slice, args, "saved")] * is_cut + [(offload, (cut.to,), "offloaded")] * bool(cut.to)
@@ -205,7 +205,7 @@ def _slice_arguments(cut: SavedCut) -> tuple[tuple[str, ...], int]:
 
 
 def _inserted(program: Program, target: Any, args: tuple[Any, ...], node: fx.Node, cut: SavedCut, name: str) -> fx.Node:
-    """A step on the way of a value to where it is saved, and back to its own sharding."""
+    """Insert a step on the way of a value to where it is saved, or back to its own sharding."""
     step = program.insert(target, args, cut.type, node, name=f"{node.name}_{name}")
     option, is_whole = Origin(cut.option, PARAMETER, (node.name, 0)), target is all_gather
     program.set_sharding(step, cut.computed if is_whole else cut.stored)

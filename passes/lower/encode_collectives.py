@@ -8,13 +8,14 @@
 
 A reduce_scatter becomes an all_to_all, whose results are added when they are decoded; an all_reduce does that and
 gathers the codes of the sums. So sums are made of decoded values, and every rank that holds a value has decoded it from
-the same codes, the rank that encoded it too. In a pipeline the codes of a message are made by the stage that sends it,
-and decoded by the one that it is for.
+the same codes, the rank that encoded it too. In a pipeline the sending stage makes the codes of a message, and the
+receiving stage decodes them.
 
-A codec with feedback makes inputs and results of the program of kind ``residual``: of each gradient what codes left out
-in the step before, and leave out in this one. ``shardc/program/coding/nodes.py`` has an example.
+A codec with feedback adds inputs and results of kind ``residual`` to the program: for each gradient, the part that
+codes left out in the step before, and the part that they leave out in this one. ``shardc/program/coding/nodes.py`` has
+an example.
 
-Invariant: every value that was there keeps its type and its sharding.
+Invariant: every existing value keeps its type and its sharding.
 """
 
 from __future__ import annotations
@@ -55,14 +56,14 @@ from shardc.wire import VALUES, Codec
 
 
 def encode_collectives(program: Program) -> Program:
-    """The program whose collectives send codes where that is asked for."""
+    """The program whose collectives send codes where the option asks for it."""
     if not program.options.wire:
         return program
     program = program.edited()
     contents = Contents(program)
     coded = {node: steps for node in program.calls if (steps := contents.steps(node))}
     messages = list(_messages(program, contents)) if has_stages(program) else []
-    if split(program).backward:  # a program without sends less
+    if split(program).backward:  # a program without backward sends less
         unused = [key for key in contents.wire if key in contents.unused]
         program.notes = (*program.notes, *(f"wire names {key!r}, but {NO_CODES}" for key in unused))
     for message in messages:
@@ -92,7 +93,7 @@ Message = tuple[fx.Node, Codec, Crossing, tuple[fx.Node, ...]]
 
 
 def _messages(program: Program, contents: Contents) -> Iterator[Message]:
-    """The values that a rank sends to another one in each microbatch, with their codecs and what reads them there."""
+    """The values that a rank sends to another one in each microbatch, with their codecs and their readers there."""
     found, pipeline = stages_of(program), program.options.pipeline
     assert pipeline is not None
     rank_of = pipeline.place(program.num_stages)
@@ -107,7 +108,7 @@ def _messages(program: Program, contents: Contents) -> Iterator[Message]:
 def _encode_message(
     program: Program, node: fx.Node, codec: Codec, crossing: Crossing, readers: Sequence[fx.Node]
 ) -> None:
-    """Let the stage that a value is sent to read what it decodes."""
+    """Let the stage that receives a value read the decoded one."""
     type_, asked = program.local_type(node), ("send", (), ((),), codec.name)
     assert type_ is not None and program.mesh is not None
     senders = DimSharding(merge_parts(_others([program.sharding(node)], ())))
@@ -126,7 +127,7 @@ def _encode_message(
 
 
 class _Coded:
-    """Makes the nodes of a collective that sends codes; with ``residuals`` what they leave out is sent next time."""
+    """Makes the nodes of a collective that sends codes; with ``residuals`` the part left out is sent next step."""
 
     def __init__(self, program: Program, node: fx.Node, residuals: Residuals | None) -> None:
         assert program.mesh is not None
@@ -163,7 +164,7 @@ class _Coded:
         return result
 
     def _with_momentum(self, option: Momentum, index: int, value: fx.Node) -> fx.Node:
-        """The parameter's new momentum in place of a gradient that is returned as it is summed; else the gradient."""
+        """The parameter's new momentum, in place of a gradient whose sum is returned as it is; else the gradient."""
         assert self.residuals is not None
         program, sharding = self.program, self.program.sharding(value)
         axes = parse_parts(self.parts[0].args[0], self.mesh)
@@ -188,7 +189,7 @@ class _Coded:
         return result
 
     def _keep(self, names: Sequence[str], left: fx.Node | None) -> None:
-        """Return what was left out of each value from the program."""
+        """Return the part left out of each value from the program."""
         if self.residuals is None or left is None:
             return
         for i, name in enumerate(names):
@@ -201,7 +202,7 @@ class _Coded:
         self, kind: Any, axes: tuple[str, ...], args: Arguments, codec: Codec, codes: fx.Node,
         values: Sequence[fx.Node], rests: Sequence[fx.Node] = (), share: float = 1.0,
     ) -> fx.Node | None:  # fmt: skip
-        """What codes leave out of values, and of this rank's piece of their sum."""
+        """The part that codes leave out of values, and of this rank's piece of their sum; None without residuals."""
         if self.residuals is None:
             return None
         found = [residual_of(self.program, value) for value in values]
@@ -228,7 +229,7 @@ class _Coded:
     def _reduced(
         self, steps: Sequence[Step], values: Sequence[fx.Node], args: Arguments
     ) -> tuple[fx.Node, fx.Node | None]:
-        """The codes of an all_reduce of values from all ranks of its first step, and what is left out of the values."""
+        """An all_reduce of values: the codes from all ranks of its first step, and the part left out of the values."""
         (axes, codec), *further = steps
         codes, rests, copies = self._encode("all_reduce", axes, args, codec, values), list[fx.Node | None](), 1
         arrived = self._send(all_to_all, codes, (axes, 0, 1))
@@ -236,7 +237,7 @@ class _Coded:
         senders = self._senders(values, axes)
         type_ = TensorType((num_shards(senders.axes), numel), self.dtype)
         total = self._cut(self._insert(add_codes, (codec.name, arrived), type_), senders)
-        if further:  # after which ranks along its axes have the same
+        if further:  # afterwards ranks along the axes of these steps have the same
             own, ((within, by), *_) = parse_parts(axes, self.mesh), further
             sums, left = self._reduced(further, [total], (("sum",),))
             rests.append(left)
@@ -264,7 +265,7 @@ class _Coded:
     def _row(
         self, kind: Any, axes: tuple[str, ...], args: Arguments, codec: Codec, values: Sequence[fx.Node]
     ) -> tuple[int, int]:
-        """The rows of codes that a rank makes, and the length of each."""
+        """The number of rows of codes that a rank makes, and the length of each."""
         count = group_size(self.mesh, kind, (axes, *args[0]))
         pieces = [piece_of(self.program, x, kind, (axes, *rest)) for x, rest in zip(values, args, strict=True)]
         numels = [math.prod(piece) for piece in pieces]
@@ -274,7 +275,7 @@ class _Coded:
         return count if kind in CUT else 1, sum(map(codec.length, numels))
 
     def _senders(self, values: Sequence[fx.Node], axes: tuple[str, ...]) -> DimSharding:
-        """The dim of senders of values, cut by the axes along which they differ, and last by those of a collective."""
+        """The cut of the dim of senders: the axes along which values differ, and last those of the collective."""
         own = parse_parts(axes, self.mesh)
         return DimSharding(merge_parts(_others([self.program.sharding(each) for each in values], own) + own))
 
@@ -282,7 +283,7 @@ class _Coded:
         return self.program.insert(target, args, type_, self.node, name=f"{target.__name__}_{self.node.name}")
 
     def _cut(self, node: fx.Node, senders: DimSharding) -> fx.Node:
-        """Let the first dim of a node be that of senders."""
+        """Cut the first dim of a node, the dim of senders."""
         others = [WHOLE] * (len(self.program.type(node).shape) - 1)
         self.program.set_sharding(node, Sharding(self.mesh, (senders, *others)))
         self.program.set_origins(node, ({},))

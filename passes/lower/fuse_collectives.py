@@ -1,12 +1,12 @@
 """fuse_collectives: lowered -> lowered. Fewer and cheaper collectives for the same values.
 
-In order: equal collectives are done once, partial sums are added before they are reduced, and an all_reduce of which
-only pieces are used becomes a reduce_scatter::
+In order: equal collectives are done once, partial sums are added before they are reduced, and an all_reduce whose
+readers use only pieces becomes a reduce_scatter::
 
     a = all_reduce(x, tp);  s = add(r, a)           t = add(x, y)
     b = all_reduce(y, tp);  t = add(s, b)     ->    c = all_reduce(t, tp);  u = add(r, c)
 
-Invariant: every value that is left has the sharding that it had.
+Invariant: every value that is left keeps its sharding.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _is_sum(node: fx.Node) -> bool:
 
 
 def _is_inner_sum(program: Program, node: fx.Node) -> bool:
-    """Whether the sum is but a summand of one other sum, and not broadcast there."""
+    """Whether the only reader of a sum is another sum, which does not broadcast it."""
     users = list(node.users)
     return len(users) == 1 and _is_sum(users[0]) and program.type(users[0]) == program.type(node)
 
@@ -69,13 +69,13 @@ def _summands(program: Program, node: fx.Node) -> list[fx.Node]:
 
 
 def _add_before_reducing(program: Program, node: fx.Node) -> None:
-    """Summands that are reduced alike over the same axes become one reduction of their sum."""
+    """Replace reductions of summands that are alike, over the same axes, by one reduction of their sum."""
     groups: dict[object, list[fx.Node]] = {}
     rest: list[fx.Node] = []
     for summand in _summands(program, node):
         is_reduced = summand.target in (all_reduce, reduce_scatter) and summand.args[2] == "sum"
         if is_reduced and len(summand.users) == 1 and program.type(summand) == program.type(node):
-            stage = program.source(operand(summand)).stage if adds_microbatches(summand) else None  # each has its own
+            stage = program.source(operand(summand)).stage if adds_microbatches(summand) else None  # one sum a stage
             key = (summand.target, summand.args[1:], program.sharding(summand), stage)
             groups.setdefault(key, []).append(summand)
         else:
@@ -92,7 +92,7 @@ def _add_before_reducing(program: Program, node: fx.Node) -> None:
 
 
 def _reduce_once(program: Program, group: list[fx.Node]) -> fx.Node:
-    """One reduction of the sum of the operands of several."""
+    """One reduction, of the sum of the operands of several reductions."""
     first, *others = group
     if not others:
         return first
@@ -115,7 +115,7 @@ def _reduce_once(program: Program, group: list[fx.Node]) -> fx.Node:
 
 
 def _scatter_where_sliced(program: Program, node: fx.Node) -> None:
-    """all_reduce of which every user takes the same slice along the same axes: reduce_scatter."""
+    """Turn an all_reduce into a reduce_scatter if every user takes the same slice along the same axes."""
     slices = list(node.users)
     if not slices or any(user.target is not shard_slice for user in slices):
         return

@@ -1,15 +1,15 @@
 """localize: lowered -> localized. One program in local shapes, the same for every rank.
 
-Types and the sizes that ops name become those of one rank's shard, and annotations in the model go::
+Types, and the sizes among ops' arguments, become those of one rank's shard. Annotations in the model are removed::
 
     y: f32[8@dp, 256@tp] = expand(b, [8, 256])      ->      y: f32[4, 128] = expand(b, [4, 128])
 
-Collectives cut and join equal pieces: where a dim is cut unevenly it is made longer before, or cut short after::
+Collectives cut and join equal pieces: an unevenly cut dim is made longer before, or cut short after::
 
     y: f32[5] = all_gather(x)     ->      g: f32[6] = all_gather(x);  y: f32[5] = fit(g, 0, 5)
 
-A type is local from here on; a sharding still says of which value it is a part. Invariant: the program's text names no
-global size that is cut.
+Types are local from here on; a sharding still says which part of the whole value a rank has. Invariant: the program's
+text names no global size of a cut dim.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def localize(program: Program) -> Program:
         rule = op_rule(node.target)
         if is_annotation(node):
             program.replace(node, operand(node))
-        elif rule is not None and rule.local is not None:  # sizes that the op names become one rank's
+        elif rule is not None and rule.local is not None:  # sizes among its arguments become one rank's
             args = list(node.args)
             for position, argument in sorted(rule.local(call, program.call(node)).items()):
                 args[position : position + 1] = [argument]
             node.args = tuple(args)
     for node, part, before, after in uneven:
-        _fit(program, node, members(node)[part.index], before, after)  # of which an operand may be cut short by now
+        _fit(program, node, members(node)[part.index], before, after)  # whose operand may be cut short by now
     return program
 
 
@@ -70,7 +70,7 @@ def _uneven(program: Program) -> Iterator[tuple[fx.Node, Member, Fit | None, Fit
 
 def _set_local_types(program: Program, node: fx.Node) -> None:
     if node.op == "call_function" and not is_getitem(node) and not members(node):
-        program.is_fallback(node)  # found out by the call in global types
+        program.is_fallback(node)  # cached while the call's types are global
     program.forget_rule(node)
     if is_getitem(node):
         producer, index = program.value(node)

@@ -1,4 +1,4 @@
-"""Backward makes values of forward again instead of reading saved ones: what two passes share."""
+"""Let backward compute values of forward again instead of reading saved ones; two passes share this."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from shardc.program.program import Program, Value
 def make_again(
     program: Program, readers: Iterable[fx.Node], values: Collection[Value], twins: Mapping[fx.Node, fx.Node]
 ) -> None:
-    """Let readers, calls of backward in order, read values of forward that are made again before the first of them.
+    """Let readers, calls of backward in order, read values of forward that are made again before their first reader.
 
-    ``twins``: by node of forward, the one of backward that makes the same already.
+    ``twins``: by node of forward, the node of backward that already makes the same value.
     """
     order = {node: i for i, node in enumerate(program.graph.nodes)}
-    copies: dict[fx.Node, fx.Node] = {}  # for a call of forward, the one that stands for it in backward
+    copies: dict[fx.Node, fx.Node] = {}  # by call of forward, its replacement in backward
     forward = set(split(program).forward)
     for reader in readers:
 
         def missing(node: fx.Node) -> Iterator[fx.Node]:
-            """The operands that must be made again before a call, and are not yet."""
+            """The operands that must be made again before a call and have not been yet."""
             for value in node.all_input_nodes:
                 is_made = value not in forward or value in copies or (node in twins and value not in twins)
                 if not is_made and (is_getitem(node) or program.value(value) in values):
@@ -44,7 +44,7 @@ def make_again(
 
 
 def enclosing(module: str) -> Iterator[str]:
-    """A module's path, and those of the modules that hold it, the model apart."""
+    """A module's path, and those of the modules that contain it, except the model."""
     while module:
         yield module
         module = module.rpartition(".")[0]

@@ -1,14 +1,14 @@
-"""mask_padding: lowered -> lowered. Where an op would see padding, it reads values that change nothing.
+"""mask_padding: lowered -> lowered. An op that would see padding reads neutral values in its place.
 
-A dim that does not divide by the axes that cut it ends in padding on some ranks, which may have any value. Ops that
-keep the dim turn padding into padding. An op that reduces it must not see any, nor one that takes indices::
+A dim that the axes cutting it do not divide ends in padding on some ranks, which may have any value. Ops that keep the
+dim turn padding into padding. An op that reduces the dim must not see padding, nor may an op that reads indices::
 
     s: f32[] {sum dp} = sum(x)     # x: f32[5@dp]
         ->
     m: f32[5@dp] = mask_padding(x, ("dp",), 0, 5, 1, 0);  s: f32[] {sum dp} = sum(m)
 
-A mask is an identity on global values. Invariant: every operand of a reduced factor that is cut unevenly is masked, or
-is known to have zeros there (parameters have) and that suffices.
+A mask is an identity on global values. Invariant: every operand with an unevenly cut factor that is reduced is masked,
+unless zeros suffice and it is known to have them there, as parameters do.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from shardc.program.collective import mask_padding as mask
 from shardc.program.node import is_getitem, operands, set_operands
 from shardc.program.program import Program
 
-ZEROED = ("parameter", "buffer", "input", "tangent")  # what enters a program is padded with zeros
+ZEROED = ("parameter", "buffer", "input", "tangent")  # inputs that are padded with zeros
 
 
 def mask_padding(program: Program) -> Program:
-    """The program with masks; the program itself where every cut divides."""
+    """The program with masks; the program itself if every cut divides."""
     read = {value for node in program.calls for value in node.all_input_nodes}
     pairs = {(program.sharding(node), program.value_type(program.value(node)).shape) for node in read}
     if all(sharding.is_even(shape) for sharding, shape in pairs):
@@ -51,7 +51,7 @@ def mask_padding(program: Program) -> Program:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A sub-dim that is cut unevenly: of ``dim``, ``size`` units of ``inner`` elements of one rank, cut by ``axes``."""
+    """A sub-dim of ``dim`` that ``axes`` cut unevenly: ``size`` units, each of ``inner`` elements on one rank."""
 
     dim: int
     size: int
@@ -73,7 +73,7 @@ def uneven_rows(program: Program, node: fx.Node) -> list[Row]:
 
 @dataclass(slots=True)
 class _Masker:
-    """``zeroed``: inputs padded with zeros. ``masks``: by node, row and fill. ``zeros``: whether a row reads zeros."""
+    """``zeroed``: inputs padded with zeros. ``masks``: by node, row and fill. ``zeros``: whether padding is 0."""
 
     program: Program
     zeroed: set[fx.Node]
@@ -81,7 +81,7 @@ class _Masker:
     zeros: dict[tuple[fx.Node, Row], bool] = field(default_factory=dict)
 
     def masked(self, node: fx.Node, index: int, operand: fx.Node) -> fx.Node:
-        """The operand as the op may see it."""
+        """The operand, with any padding masked that the op must not see."""
         rule = self.program.rule(node)
         dims = rule.operands[index]
         if dims is None:
@@ -101,7 +101,7 @@ class _Masker:
         return operand
 
     def _fill(self, node: fx.Node, rule: Rule, operand: fx.Node, factors: tuple[str, ...]) -> float | None:
-        """The value that the padding of a dim must have; None where it does not matter."""
+        """The value that the padding of a dim must have; None if it does not matter."""
         dtype = self.program.value_type(self.program.value(operand)).dtype
         if any(map(rule.leaves_partial, factors)):
             return neutral(rule.reduce, dtype)
@@ -109,7 +109,7 @@ class _Masker:
         return 0 if is_index and not is_pointwise(node.target) else None
 
     def _is_zero(self, node: fx.Node, row: Row) -> bool:
-        """Whether the row's padding is zero: as it came in, or as an op that is linear in it alone leaves it."""
+        """Whether the row's padding is zero: that of an input, of a mask, or of an op linear in its only operand."""
         if (node, row) not in self.zeros:
             self.zeros[node, row] = self._find_zero(node, row)
         return self.zeros[node, row]

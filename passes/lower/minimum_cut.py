@@ -1,4 +1,4 @@
-"""The values to save where a byte has a price: a minimum cut, found once for all programs of one form."""
+"""The values to save at a price of a byte: a minimum cut, found once for all programs of one form."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from operator import itemgetter
 from typing import NamedTuple
 
 UNIT = 1024  # capacities are whole numbers of 1/1024 byte
-NUM_FORMS = 64  # whose cuts are kept
+NUM_FORMS = 64  # forms whose cuts are kept
 
 
 class Call(NamedTuple):
     """A call of forward. Values have numbers, in the order in which calls make them.
 
-    ``cost``: what it costs to repeat the call, as bytes that are moved. ``is_fixed``: it may not be repeated.
+    ``cost``: the cost to repeat the call, in bytes moved. ``is_fixed``: it may not be repeated.
     ``operands``: the numbers of the values that it reads. ``results``: for each value that it makes, the bytes to save.
     """
 
@@ -26,7 +26,7 @@ class Call(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What a choice depends on: the calls of forward in order, and the values that backward reads."""
+    """The input of a choice: the calls of forward in order, and the values that backward reads."""
 
     calls: tuple[Call, ...]
     read: tuple[int, ...]
@@ -36,16 +36,16 @@ class Form(NamedTuple):
 class Cuts:
     """The cuts of one form.
 
-    State: ``_known``, for each set of values that must be saved, the prices tried so far, each with what it saves.
+    State: ``_known``, for each set of values that must be saved, the prices tried so far, each with the values saved.
     """
 
     form: Form
     _known: dict[frozenset[int], list[tuple[float, frozenset[int]]]] = field(default_factory=dict)
 
     def saved(self, price: float, held: frozenset[int]) -> frozenset[int]:
-        """The values saved where a byte costs 2 to the power of ``price``.
+        """The values saved if a byte costs 2 to the power of ``price``.
 
-        What is best at two prices is best between them: the least cost is a concave function of what a byte costs.
+        A choice that is best at two prices is best between them: the least cost is a concave function of the price.
         """
         known = self._known.setdefault(held, [])
         i = bisect_left(known, price, key=itemgetter(0))
@@ -56,8 +56,8 @@ class Cuts:
         return saved
 
     def _minimum_cut(self, price: float, held: frozenset[int]) -> frozenset[int]:
-        """Between what there is and what backward reads. Calls are negative nodes, values those from 0 on."""
-        import networkx as nx  # few programs need it
+        """The cut between the source and the values that backward reads. Calls are nodes below 0, values from 0 on."""
+        import networkx as nx  # here, since few programs need it
         from networkx.algorithms.flow import boykov_kolmogorov
 
         graph = nx.DiGraph()
@@ -78,5 +78,5 @@ class Cuts:
 
 @lru_cache(NUM_FORMS)
 def cuts_of(form: Form) -> Cuts:
-    """The cuts of a form. Ranks of a pipeline with like stages share them, and so do programs with other budgets."""
+    """The cuts of a form. Ranks of a pipeline with equal stages share them, and so do programs with other budgets."""
     return Cuts(form)

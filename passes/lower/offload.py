@@ -1,18 +1,18 @@
-"""offload: lowered -> lowered. What the option ``Zero.offload`` names is stored in the tier below the device's memory.
+"""offload: lowered -> lowered. Parameters are stored in the tier below the device's memory, as ``Zero.offload`` says.
 
-A parameter is fetched where it is used, in backward once more, and its gradient goes back. One that is cast to fewer
-bytes is cast in the tier below, and the cast one is fetched::
+A parameter is fetched where it is used, and again in backward, and its gradient goes back. A parameter that is cast to
+fewer bytes is cast in the tier below, and the cast copy is fetched::
 
     w: f32[64@dp, 256]                          w: f32[64@dp, 256]                       # in the tier below
     g: f32[64, 256] = all_gather(w)             u = fetch(w);  g = all_gather(u)
     ...                                    ->   ...
     d: f32[64@dp, 256] = reduce_scatter(p)      d = reduce_scatter(p);  e = offload(d)   # e is returned
 
-In a pipeline a stage fetches it once a step. Where the optimizer alone is offloaded, it is fetched once after each of
-the optimizer's steps: that copy, or what is gathered or cast of it, is a result of the program, which the runtime keeps
-until the parameter is written.
+In a pipeline a stage fetches a parameter once a step. If only the optimizer is offloaded, a parameter is fetched once
+after each step of the optimizer. That copy, or a gathered or cast one, is a result of the program, which the runtime
+keeps until the parameter is written.
 
-Invariant: what computes on the device reads no parameter, but what ``fetch`` gives.
+Invariant: calls on the device read parameters only through ``fetch``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardc.program.program import Output, Program, ends_of, parameters_of
 
 
 def offload(program: Program) -> Program:
-    """The program of parameters in the tier below; the same without the option."""
+    """The program with parameters in the tier below; unchanged without the option."""
     offloaded = program.options.offloaded
     if offloaded is None:
         return program
@@ -40,7 +40,7 @@ def offload(program: Program) -> Program:
 
 
 def _stream(program: Program) -> None:
-    """Fetch each parameter, or its cast, where it is used, in backward once more."""
+    """Fetch each parameter, or its cast, where it is used, and again in backward."""
     found, casts = split(program), _offload_results(program, "computed")
     parts = {*found.forward, program.output_node}, set(found.backward)
     for node in parameters_of(program).values():
@@ -53,7 +53,7 @@ def _stream(program: Program) -> None:
 
 
 def _keep(program: Program) -> None:
-    """Fetch each parameter in the update part, and keep the copy where nothing is kept of it yet."""
+    """Fetch each parameter in the update part, and return the copy unless the program already returns one."""
     kept = {owner for output, owner, _ in ends_of(program) if output.kind == "computed"}
     for name, node in parameters_of(program).items():
         if not node.users:
@@ -67,9 +67,9 @@ def _keep(program: Program) -> None:
 
 
 def _offload_results(program: Program, kind: str) -> dict[fx.Node, fx.Node]:
-    """Return copies in the tier below of one kind of the results that parameters have; by parameter.
+    """Let the program return parameters' results of one kind from the tier below; these copies, by parameter.
 
-    What is computed of a parameter, a cast, is read there too.
+    Readers of a ``computed`` result, a cast, read the copy too.
     """
     parameters, results, copies = set(parameters_of(program).values()), list(program.results), dict[fx.Node, fx.Node]()
     for i, (output, owner, result) in enumerate(ends_of(program)):

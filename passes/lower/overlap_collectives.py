@@ -8,8 +8,9 @@
     z = relu(r)                                   z = relu(r)
 
 The executor starts a collective where it stands and waits at its first reader. In backward, calls that no such reader
-needs, as gradients of weights, are put off until something waits. Then all of them run, so that nothing is kept longer
-than from one collective to the next. Views of a collective's result stand where something computes with them.
+needs, such as gradients of weights, are put off until something waits. Then all of them run, so that no value is kept
+longer than from one collective to the next. Views of a collective's result move to the first call that computes with
+them.
 
 A layer's parameters are gathered one layer ahead, so that two layers' parameters are whole at a time::
 
@@ -18,10 +19,10 @@ A layer's parameters are gathered one layer ahead, so that two layers' parameter
     c = all_gather(d, ("dp",), 0)
     z = dot(y, c)                                 z = dot(y, c)
 
-A gradient goes to the tier below once the next ones are on their way. Sums of one number that depend on the inputs
-alone, as the number of targets that count, start before all else.
+A gradient goes to the tier below once the next ones are on their way. Sums of one number that depend only on inputs,
+such as the number of targets that count, start before all else.
 
-Invariant: the order alone changes, and that of collectives is the same on every rank.
+Invariant: only the order changes, and that of collectives is the same on every rank.
 """
 
 from __future__ import annotations
@@ -64,13 +65,13 @@ def overlap_collectives(program: Program) -> Program:
             program.output_node.prepend(node)
     order = _in_turn(parts.update)
     if order != list(parts.update):
-        for node in reversed(order):  # which reads inputs alone
+        for node in reversed(order):  # the update part reads only inputs
             program.placeholders[-1].append(node)
     readers, parts = _first_readers(program), split(program)
     for part in (parts.forward, parts.backward):
-        # A layer's gathers start right before the layer before it reads its own. Those that stood earlier move there
-        # too: two layers' parameters are whole at a time, in any number of buckets. What they gather is fetched one
-        # layer earlier.
+        # A layer's gathers start right before the layer before it reads its own. Gathers that stood earlier move there
+        # too, so that only two layers' parameters are whole at a time, in any number of buckets. The operands of
+        # gathers are fetched one layer earlier.
         early = [node for node in part if is_early(node) and readers.get(node, program.output_node).op != "output"]
         gathers = [(_reader_in_the_end(readers, node), node) for node in early]
         layers = [list(group) for _, group in groupby(sorted(gathers), lambda pair: layer(program, pair[1]))]
@@ -88,9 +89,9 @@ def overlap_collectives(program: Program) -> Program:
 
 
 def _first_readers(program: Program) -> dict[fx.Node, fx.Node]:
-    """For collectives, and for views of their results, in order: the first call that computes with these results.
+    """By collective, and by view of its results, in order: the first call that computes with these results.
 
-    It is the output where they are only returned. Collectives within groups of one are left out.
+    It is the output if they are only returned. Collectives in groups of one rank are left out.
     """
     views: dict[fx.Node, None] = {}  # collectives and views of their results, in order
     for node in program.graph.nodes:
@@ -106,7 +107,7 @@ def _first_readers(program: Program) -> dict[fx.Node, fx.Node]:
 
 
 def _reader_in_the_end(readers: Mapping[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
-    """The first call that computes with what a node gathers, after further gathers of it."""
+    """The first call that computes with the value that a node gathers, after any further gathers of it."""
     further = {each for each in gathered_again(node) if each in readers}
     if not further:
         return readers[node]
@@ -116,7 +117,7 @@ def _reader_in_the_end(readers: Mapping[fx.Node, fx.Node], node: fx.Node) -> fx.
 def _sends(program: Program, node: fx.Node) -> bool:
     """Whether a call is an exchange of more than one rank, a bucket of them, or a fetch.
 
-    A ring is done where it starts.
+    A ring does not count, since it ends within its call.
     """
     parts = members(node)
     mesh: Any = program.mesh
@@ -129,9 +130,9 @@ def _sends(program: Program, node: fx.Node) -> bool:
 
 
 def _count_first(program: Program) -> None:
-    """Start sums of one number that need no parameter and no product, with what they need, before all else.
+    """Start sums of one number that need no parameter and no product before all else, with the calls they need.
 
-    Of a pipeline they are known before the first microbatch.
+    In a pipeline they are known before the first microbatch.
     """
     stored = {node for node, put in zip(program.placeholders, program.inputs, strict=True) if put.kind != "input"}
     forward = split(program).forward
@@ -153,7 +154,7 @@ def _put_off(part: Sequence[fx.Node]) -> list[fx.Node]:
     urgent = ancestors(*waited)
     order: list[fx.Node] = []
     later: list[fx.Node] = []
-    pending: set[fx.Node] = set()  # what is put off, and collectives under way
+    pending: set[fx.Node] = set()  # calls that are put off, and collectives under way
     for node in part:
         is_urgent = node in urgent
         if is_urgent and (node.target in GO_ROUND or not pending.isdisjoint(node.all_input_nodes)):
@@ -166,13 +167,13 @@ def _put_off(part: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _in_turn(part: Sequence[fx.Node]) -> list[fx.Node]:
-    """The order in which codes are on their way while others are made: those that nothing awaits before the end.
+    """The order in which codes that nothing awaits before the end are on their way while others are made.
 
-    What is done with codes that have arrived comes after the next ones are sent, step by step: a sum and its sending,
-    then its decoding.
+    Work on codes that have arrived comes after the next ones are sent, step by step: a sum and its sending, then its
+    decoding.
     """
     place, steps = {node: i for i, node in enumerate(part)}, dict[fx.Node, list[list[fx.Node]]]()
-    later: dict[fx.Node, fx.Node] = {}  # by each call that comes later, the sending that it follows
+    later: dict[fx.Node, fx.Node] = {}  # by call that comes later, the sending that it follows
     for node in part:
         if node not in later and _sends_codes(node) and not _is_awaited(node, place.keys()):
             after = descendants(node) & place.keys() - {node}
@@ -199,7 +200,7 @@ def _in_turn(part: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _next_steps(under_way: Sequence[list[list[fx.Node]]]) -> list[fx.Node]:
-    """The next step of all that is under way, taken out."""
+    """Take out the next step of each sending under way."""
     return [node for steps in under_way if steps for node in steps.pop(0)]
 
 
@@ -225,7 +226,7 @@ def _sends_codes(node: fx.Node) -> bool:
 
 
 def _is_awaited(node: fx.Node, within: Set[fx.Node]) -> bool:
-    """Whether a call, other than one on codes, reads what is sent, or what is decoded of it."""
+    """Whether a call other than those on codes reads the value that is sent, or the decoded one."""
     for user in within & node.users.keys():
         if user.target is offload:
             continue
@@ -236,5 +237,5 @@ def _is_awaited(node: fx.Node, within: Set[fx.Node]) -> bool:
 
 
 def _is_sent(node: fx.Node) -> bool:
-    """Whether a call exchanges data on any mesh: on all of them the order of the program is the same."""
+    """Whether a call exchanges data on some mesh; the order of the program is the same on every mesh."""
     return node.target is not bucket and any(part.kind not in LOCAL_KINDS for part in members(node))

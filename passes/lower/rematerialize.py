@@ -1,4 +1,4 @@
-"""rematerialize: lowered -> lowered. Backward computes again some of what it reads of forward, so that less is saved.
+"""rematerialize: lowered -> lowered. Backward computes some values of forward again, so that fewer are saved.
 
 Calls of forward are copied to just before the first call of backward that reads them::
 
@@ -6,10 +6,9 @@ Calls of forward are copied to just before the first call of backward that reads
     ...                                  ->     ...
     dw = dot(y, dz)                             y_1 = relu(x);  dw = dot(y_1, dz)
 
-The option ``Remat`` says which: the calls inside of modules, or those that are cheap to repeat and large to save
-(choose_saved.py). Random numbers are drawn by counters, so copies draw the same. Where backward gathers a parameter
-once more anyway, copies read that. What a pipeline computes once a step is not repeated. Invariant: forward is as it
-was.
+The option ``Remat`` chooses them: the calls inside of modules, or those that are cheap to repeat and large to save
+(choose_saved.py). Random numbers are drawn by counters, so copies draw the same. If backward gathers a parameter once
+more anyway, copies read that. Calls that a pipeline runs once a step are not repeated. Invariant: forward is unchanged.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from .make_again import enclosing, make_again
 
 
 def rematerialize(program: Program) -> Program:
-    """The program that saves what ``Remat`` says; the same without it."""
+    """The program that saves the values that ``Remat`` leaves saved; unchanged without it."""
     remat = program.options.remat
     if remat is None or not split(program).backward:
         return program
@@ -42,12 +41,12 @@ def rematerialize(program: Program) -> Program:
 
 
 def _recomputing(program: Program, choose: Choose) -> Program:
-    """A copy in which backward computes again the chosen values."""
+    """A copy in which backward computes the chosen values again."""
     program = program.copy()
     parts = split(program)
     twins = _twins(parts)
     unsaved = choose(program, parts, twins)
-    if program.options.pipeline is not None:  # what is computed once a step lives to its end anyway
+    if program.options.pipeline is not None:  # values made once a step live to its end anyway
         timed = ValueKinds(program).timed
         unsaved = {value for value in unsaved if value[0] in timed}
     unsaved |= {program.value(node) for node in twins}
@@ -56,7 +55,7 @@ def _recomputing(program: Program, choose: Choose) -> Program:
 
 
 def _twins(parts: Parts) -> dict[fx.Node, fx.Node]:
-    """Collectives and transfers of forward that backward has too, and what leads to them: ZeRO's stage 3 has such."""
+    """By node of forward, an equal one of backward: collectives and transfers, as of ZeRO 3, and what leads to them."""
     twins: dict[fx.Node, fx.Node] = {}
 
     def key(node: fx.Node) -> object:
@@ -88,7 +87,7 @@ def _in_blocks(program: Program, parts: Parts, remat: Remat) -> set[Value]:
 
 
 def blocks_of(program: Program, parts: Parts, remat: Remat) -> set[str]:
-    """The paths of the modules whose inside is computed again. OptionError where the glob matches none."""
+    """The paths of the modules whose inside is computed again. Raises an OptionError if the glob matches none."""
     modules = (program.source(node).module for node in parts.forward)
     paths = dict.fromkeys(path for module in modules for path in reversed(list(enclosing(module))))
     matched = [path for path in paths if fnmatchcase(path, remat.blocks)]

@@ -1,15 +1,15 @@
 """cut_blocks: canonical -> canonical. A plain cut of a fused parameter becomes a cut of each block that ops take.
 
-A model with one weight for q, k and v takes three blocks of columns from their product. ``P(None, "tp")`` on the weight
-would cut across the blocks, so that each of them had to be gathered. The pin cuts each block instead, and a note of the
+A model with one weight for q, k and v splits the product into three blocks of columns. ``P(None, "tp")`` on the weight
+would cut across the blocks, and each would have to be gathered. The pin cuts each block instead, and a note of the
 program says so::
 
     # pin of w: f32[6, 24@tp]                                   # pin of w: f32[6, (3 8@tp)]
     dot: f32[8, 24] = dot(x, w, "a b, b c -> a c")       ->     dot: f32[8, 24] = dot(x, w, "a b, b c -> a c")
     split: (f32[8, 8], ...) = split(dot, 8, -1)                 split: (f32[8, 8], ...) = split(dot, 8, -1)
 
-Whether the cut reaches the op that takes blocks depends on all other pins, so the pass propagates once, and reads the
-origins of the cuts. Invariants: the graph stays as it is; a pin that changes cuts the same dim by the same axes.
+Whether the cut reaches the op that takes blocks depends on all other pins, so the pass propagates once and reads the
+origins of the cuts. Invariants: the graph does not change; a changed pin cuts the same dim by the same axes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .propagate import PARAMETER_KINDS, pinned_value, propagated
 
 
 def cut_blocks(program: Program, first: frozenset[str] = frozenset()) -> Program:
-    """The program with the pins of fused parameters in blocks; ``first`` as in ``propagate``."""
+    """The program with pins of fused parameters cut in blocks; ``first`` as in ``propagate``."""
     pins = {pinned_value(program, pin): pin for pin in program.pins if pin.kind in PARAMETER_KINDS}
     tensors = [(pin.sharding.dims, program.value_type(value).shape) for value, pin in pins.items()]
     cuts = {(cut, size) for dims, shape in tensors for cut, size in zip(dims, shape, strict=True) if cut.axes}
@@ -42,9 +42,9 @@ def cut_blocks(program: Program, first: frozenset[str] = frozenset()) -> Program
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """``count`` equal blocks of ``size`` elements, which an op takes apart along a dim of a value.
+    """``count`` equal blocks of ``size`` elements that an op takes apart along a dim of a value.
 
-    ``is_separate``: the op makes a value of each block; else it makes the blocks a dim.
+    ``is_separate``: the op makes a value of each block, rather than a dim over the blocks.
     """
 
     value: Value
@@ -54,7 +54,7 @@ class Blocks:
     is_separate: bool
 
     def fit(self, cut: DimSharding, size: int) -> bool:
-        """Whether a cut of a dim of a parameter goes across blocks of that dim, and could cut each of them instead."""
+        """Whether a cut of a parameter's dim of ``size`` elements goes across its blocks and could cut each instead."""
         shards = num_shards(cut.axes)
         is_across = self.is_separate or bool(self.count % shards and shards % self.count)
         is_plain = bool(cut.axes) and not cut.minor
@@ -76,7 +76,7 @@ def _blocks_taken(program: Program) -> Iterator[Blocks]:
 
 
 def _block_dims(rule: Rule) -> Iterator[tuple[int, int, int, bool]]:
-    """The dims that may be blocks: of which tensor, which dim, how many, and whether the op makes a value of each."""
+    """The dims that may hold blocks: tensor, dim, number of blocks, and whether the op makes a value of each block."""
     for tensor, dims in enumerate(rule.operands + rule.results):
         for dim, factors in enumerate(dims or ()):
             is_separate = len(factors) > 1 and factors[0] in rule.whole
@@ -85,7 +85,7 @@ def _block_dims(rule: Rule) -> Iterator[tuple[int, int, int, bool]]:
 
 
 def _changes(annotated: Program, pins: Mapping[str, Pin]) -> dict[Pin, Pin]:
-    """The pins whose own cut goes across blocks of some value, each with what it becomes.
+    """The pins whose own cut goes across blocks of some value, each with its replacement.
 
     ``pins``: by the name of the parameter's node.
     """

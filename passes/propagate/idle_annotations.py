@@ -10,16 +10,16 @@ from shardc.program.program import Pin, Program
 from .cut_blocks import cut_blocks
 from .propagate import propagated
 
-MOST = 8  # annotations that are left out one by one, each of which costs a propagation
+MOST = 8  # annotations to try one by one, at a propagation each
 
-_KINDS = ("input", "parameter", "buffer")  # pinned outputs come back whole and plain, annotated values end a sum
+_KINDS = ("input", "parameter", "buffer")  # not outputs, which return whole and plain; not values, which end a sum
 
 
 def idle_annotations(before: Program, after: Program) -> list[str]:
-    """The texts of annotations of inputs and parameters that change no sharding, each on its own.
+    """The texts of those annotations of inputs and parameters that change no sharding, each on its own.
 
-    ``before``: the program that reads no annotation yet; ``after``: the propagated one. An annotation from which
-    another value has a cut is not idle. For the others the program is propagated without them.
+    ``before``: the program before any annotation is read; ``after``: the propagated one. An annotation that cuts any
+    other value is not idle. To try the rest, the program is propagated without them.
     """
     texts = sorted(_candidates(after), key=[pin.text for pin in after.pins].index)
     if texts and _is_same_without(texts, before, after):
@@ -28,7 +28,7 @@ def idle_annotations(before: Program, after: Program) -> list[str]:
 
 
 def _candidates(after: Program) -> set[str]:
-    """The annotations from which no other value has a cut."""
+    """The texts of annotations that cut no other value."""
     pins: dict[str, list[Pin]] = {}
     for pin in after.pins:
         pins.setdefault(pin.text, []).append(pin)

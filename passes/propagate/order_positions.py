@@ -1,18 +1,18 @@
-"""order_positions: canonical -> canonical. Positions that the user wants in zigzag are put in that order.
+"""order_positions: canonical -> canonical. Positions that the user annotates as zigzag are put in that order.
 
 ``P("dp", "cp:zigzag")`` on an input says that each rank has an early and a late stretch of its positions. The pass puts
-what is computed of them in that order, as a dim that any other pass may cut in chunks::
+the values computed from them in that order, so that any later pass may cut the dim in chunks::
 
     # ids: P("dp", "cp:zigzag")                     # ids: P("dp")
     embedding(weight, ids)                   ->     z = annotate(zigzag(ids), "?,cp");  embedding(weight, z)
     add(embedding, cos(arange(8)))           ->     add(embedding, cos(zigzag(arange(8))))
 
-An op computes the same in either order along a factor of its rule that may be cut into single elements, since ranks
-run one text. Attention becomes a ring that knows the order; before other ops values come back in order. What is made
-of data alone, token ids and masks, stays in order, and is brought into zigzag where an op needs that: the order moves
-up to what it is made of, so that positions and random numbers are those of the whole sequence.
+An op computes the same in either order along a factor of its rule that may be cut into single elements, since all ranks
+run one program. Attention becomes a ring that knows the order. Before other ops, values are put back in order. Values
+made of data alone, such as token ids and masks, stay in order. Where an op needs one in zigzag, the values that it is
+made of are reordered, so that positions and random numbers are those of the whole sequence.
 
-Invariant: a value in zigzag and the same in order differ in the order of elements alone.
+Invariant: a value in zigzag and the same value in order differ only in the order of their elements.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ aten = torch.ops.aten
 
 
 def order_positions(program: Program) -> Program:
-    """The program with positions in zigzag where the user says so."""
+    """The program with positions in zigzag where the user asks for it."""
     is_asked = any(pin.zigzags for pin in program.pins)
     if not is_asked and not any(_spec(node).zigzags for node in program.calls if is_annotation(node)):
         return program
@@ -65,7 +65,7 @@ def order_positions(program: Program) -> Program:
 
 
 def _in_order(pin: Pin) -> Pin:
-    """The pin of an input whose positions are whole, and in order."""
+    """The pin of an input, with its zigzag positions whole and in order."""
     sharding = pin.sharding
     for dim, _ in pin.zigzags:
         sharding = sharding.with_dim(dim, WHOLE)
@@ -88,7 +88,7 @@ class Fold:
     inner: int
 
     def inside(self, before: int, size: int, after: int) -> Fold | None:
-        """The same positions in one factor of the dim; None where they are not all in it."""
+        """The same positions in one factor of the dim; None if the factor does not have them all."""
         if self.outer % before or self.inner % after:
             return None
         outer, inner = self.outer // before, self.inner // after
@@ -96,14 +96,14 @@ class Fold:
         return replace(self, outer=outer, inner=inner) if is_all else None
 
     def around(self, before: int, after: int) -> Fold:
-        """The same positions in a dim of which they are one factor."""
+        """The same positions in a dim that has them as one factor."""
         return replace(self, outer=before * self.outer, inner=self.inner * after)
 
     def keeps_places(self, length: int) -> bool:
-        """Whether positions stand in the same places of zigzag where there are ``length`` of them."""
+        """Whether positions keep their places in zigzag if there are ``length`` of them."""
         shorter, longer = sorted((self.length, length))
         chunk = ceil_div(longer, self.count)
-        early = (self.count - 1) * chunk + ceil_div(chunk, 2)  # where the late stretch of the last rank begins
+        early = (self.count - 1) * chunk + ceil_div(chunk, 2)  # start of the last rank's late stretch
         return ceil_div(shorter, self.count) == chunk and shorter >= early
 
 
@@ -113,9 +113,9 @@ Folds = dict[int, Fold]  # by dim of a value
 class _Order:
     """The order of values while the graph is walked.
 
-    State: ``folds`` of values in zigzag, and ``marks``, the same of values that are in order but are made of positions
-    that the user wants in zigzag; ``forms``: values in another order than their own; ``factors``: those along which an
-    op computes in zigzag.
+    State. ``folds``: of values in zigzag; ``marks``: folds of values that are in order, but made of positions that the
+    user wants in zigzag; ``forms``: copies of values in an order other than their own; ``factors``: the factors along
+    which an op computes in zigzag.
     """
 
     def __init__(self, program: Program) -> None:
@@ -123,8 +123,8 @@ class _Order:
         self.folds, self.marks = dict[Value, Folds](), dict[Value, Folds]()
         self.forms = dict[tuple[Value, tuple[tuple[int, Fold], ...]], fx.Node]()
         self.factors = dict[fx.Node, dict[str, Fold]]()
-        self.is_data = dict[fx.Node, bool]()  # what is made of token ids, masks and the like alone
-        self.are_cut = set[Value]()  # what comes in as the model's results go out
+        self.is_data = dict[fx.Node, bool]()  # values made of token ids, masks and the like alone
+        self.are_cut = set[Value]()  # tangents, which arrive cut as the model's results are
         pins = {pin.name: pin for pin in program.pins if pin.kind == "input"}
         for entry, node in zip(program.inputs, program.placeholders, strict=True):
             is_number = not entry.type.dtype.is_floating_point
@@ -140,7 +140,7 @@ class _Order:
         return {dim: Fold(axis, count, 1, shape[dim], 1) for dim, axis, count in axes if count > 1}
 
     def enter(self, node: fx.Node) -> None:
-        """Bring the operands of a call into the order that it computes in, and note that of its results."""
+        """Bring the operands of a call into the order that it computes in, and record the order of its results."""
         values, rule = self.program.operand_values(node), self.program.rule(node)
         self.is_data[node] = all(self.is_data[value[0]] for value in values if value)
         own = [self._own(value) for value in values]
@@ -182,9 +182,9 @@ class _Order:
         return wanted if is_one_each else {}
 
     def _with_other_ends(self, node: fx.Node, own: Sequence[Folds]) -> Folds | None:
-        """The positions of the result of a slice or a pad that leaves out or adds a few at an end; None for other ops.
+        """The positions of the result of a slice or a pad that drops or adds a few at an end; None for other ops.
 
-        All others must keep their places in zigzag, but for data, of which every rank has all.
+        The other positions must keep their places in zigzag, except in data, which every rank has whole.
         """
         if len(own) != 1 or len(own[0]) != 1:
             return None
@@ -210,7 +210,7 @@ class _Order:
     # Values in another order.
 
     def get(self, node: fx.Node, wanted: Folds) -> fx.Node:
-        """A value with just these positions in zigzag."""
+        """A value with exactly these positions in zigzag."""
         value = self.program.value(node)
         own, key = self.folds.get(value, {}), (value, tuple(sorted(wanted.items())))
         if own == wanted:
@@ -222,7 +222,7 @@ class _Order:
         return self.forms[key]
 
     def _copied(self, value: Value, wanted: Folds) -> fx.Node | None:
-        """A value that is made once more, of operands in zigzag; None where that does not make it so."""
+        """A value computed again from operands in zigzag; None if that does not give the wanted order."""
         node, index = value
         is_fixed = is_annotation(node) or is_attention(node.target) or node.target in (zigzag, in_order)
         if node.op != "call_function" or is_fixed:
@@ -249,7 +249,7 @@ class _Order:
         return self._annotated(node, wanted) if value in self.marks else node
 
     def _annotated(self, node: fx.Node, folds: Folds) -> fx.Node:
-        """Positions of the user's, now in zigzag, cut by the axes that the user names."""
+        """A value with positions now in zigzag, annotated with the axes that the user named for them."""
         axes = {dim: fold.axis for dim, fold in folds.items() if _is_plain(fold)}
         spec = P(*(axes.get(dim, P.OPEN) for dim in range(len(self.program.type(node).shape))))
         text = next((pin.text for pin in self.program.pins if pin.zigzags), "")
@@ -258,12 +258,12 @@ class _Order:
     # Attention, and the end of the graph.
 
     def _enter_attention(self, node: fx.Node) -> None:
-        """Put a ring that knows the order in its place; keys and values have one order."""
+        """Replace attention by a ring that knows the order; keys and values have one order."""
         given, program = arguments(node), self.program
         q, k, v = (given[name] for name in ("query", "key", "value"))
         orders = [self._own(program.value(x)) for x in (q, k)]
         folds = [fold for own in orders for dim, fold in own.items() if dim == POSITIONS and _is_plain(fold)]
-        learns_mask = given.get("grad_input_mask", [False])[-1]  # by a kernel of torch, which cannot go round with that
+        learns_mask = given.get("grad_input_mask", [False])[-1]  # by a kernel of torch, which cannot run as a ring
         is_ring = folds and all(dim == POSITIONS for own in orders for dim in own) and not learns_mask
         if is_ring and program.options.attention == ULYSSES:
             raise _whole_positions(program, node, folds[0])
@@ -288,7 +288,7 @@ class _Order:
             self.is_data.setdefault(program.value(result)[0], False)
 
     def _with_rows(self, of_queries: Folds, leaf: fx.Node) -> fx.Node:
-        """What a mask is made of with its rows in the order of queries, computed so where it is no data."""
+        """A value that a mask is made of, with its rows in the order of queries."""
         type_ = self.program.type(leaf)
         if not of_queries or not has_rows(type_.shape):
             return leaf
@@ -297,19 +297,19 @@ class _Order:
         return Emitter(self.program, leaf)(zigzag, leaf, POSITIONS, 1, 1, of_queries[POSITIONS].count, True)
 
     def _of_rows(self, node: fx.Node, of_queries: Folds) -> Folds:
-        """The order of the gradient of a mask whose rows are in that of queries."""
+        """The order of the gradient of a mask whose rows are in the order of queries."""
         type_ = self.program.types(node)[3] if node.target is TILED_MASK_BACKWARD else None
         shape = () if type_ is None else type_.shape
         return {len(shape) - 2: fold for fold in of_queries.values()} if has_rows(shape) else {}
 
     @staticmethod
     def _in_ring(own: Folds, fold: Fold) -> Folds:
-        """The order of queries, or of keys, in a ring over ranks that have positions as ``fold`` says."""
+        """The order of queries or keys in a ring over ranks that hold positions as ``fold`` says."""
         is_like_it = own and replace(own[POSITIONS], length=fold.length) == fold
         return own if is_like_it else {}
 
     def leave(self) -> None:
-        """Bring what the graph returns back in order."""
+        """Put the results of the graph back in order."""
         end = self.program.output_node
         with self.program.graph.inserting_before(end):
             for result in dict.fromkeys(filter(None, self.program.results)):
@@ -324,7 +324,7 @@ def _whole_positions(program: Program, node: fx.Node, fold: Fold) -> ShardingErr
 
 
 def _start(program: Program, node: fx.Node, dim: int) -> int | None:
-    """Which position of its operand is the first of a result; None for ops that do not just leave out or add some."""
+    """The position of the operand that is first in the result; None for ops that do not only drop or add positions."""
     if node.target not in (aten.constant_pad_nd.default, aten.slice.Tensor, aten.slice_backward.default):
         return None
     given, ndim = arguments(node), len(program.type(node).shape)
@@ -344,7 +344,7 @@ def _is_plain(fold: Fold) -> bool:
 
 
 def _of_factors(rule: Rule, dims: Dims | None, folds: Folds) -> dict[str, Fold]:
-    """The factors that have the positions of some dims, where an op computes the same in any order of them."""
+    """The factors that hold the positions of some dims, if the op computes the same in any order along the factor."""
     found = dict[str, Fold]()
     for dim, fold in folds.items():
         factors = dims[dim] if dims else ()
@@ -356,7 +356,7 @@ def _of_factors(rule: Rule, dims: Dims | None, folds: Folds) -> dict[str, Fold]:
 
 
 def _of_dims(rule: Rule, dims: Dims | None, wanted: Mapping[str, Fold]) -> Folds:
-    """The dims of a tensor in which the positions of some factors stand."""
+    """The dims of a tensor that hold the positions of some factors."""
     return {
         dim: wanted[factor].around(*place)
         for dim, factors in enumerate(dims or ())
@@ -366,7 +366,7 @@ def _of_dims(rule: Rule, dims: Dims | None, wanted: Mapping[str, Fold]) -> Folds
 
 
 def _places(rule: Rule, factors: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """For each factor of a dim, the elements of all factors before it, and of all after it."""
+    """For each factor of a dim, the product of the sizes of all factors before it, and of all after it."""
     found, before = dict[str, tuple[int, int]](), 1
     after = 1
     for factor in factors:

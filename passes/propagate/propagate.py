@@ -66,7 +66,7 @@ def propagate(program: Program, first: frozenset[str] = frozenset()) -> Program:
 
 
 def spread(program: Program, moved: Mapping[Value, tuple[Sharding, Mapping[str, Origin]]]) -> None:
-    """Cut some values of an annotated program otherwise, where they are open, and let new cuts flow to whole dims."""
+    """Cut some values of an annotated program otherwise, if they are open, and let the new cuts flow to whole dims."""
     tensors = _Tensors(program)
     for node, own in tensors.of.items():
         for tensor, sharding, origins in zip(own, program.shardings(node), program.origins(node), strict=False):
@@ -88,7 +88,7 @@ def spread(program: Program, moved: Mapping[Value, tuple[Sharding, Mapping[str, 
 
 
 def _settle(worklist: _Worklist) -> None:
-    """Take steps until no op has one left; contractions come last."""
+    """Step through the queued ops until none is left; contractions come last."""
     for with_contractions in (False, True):
         for op in worklist.drain(with_contractions):
             for tensor in _step(op):
@@ -96,7 +96,7 @@ def _settle(worklist: _Worklist) -> None:
 
 
 def _write(program: Program, tensors: _Tensors) -> None:
-    """Give the nodes the shardings and origins that their values have by now."""
+    """Write the current shardings and origins of values to their nodes."""
     assert program.mesh is not None
     sharding_of = functools.cache(functools.partial(Sharding, program.mesh))  # equal shardings are one object
     for node, own in tensors.of.items():
@@ -111,11 +111,11 @@ NO_ORIGINS: Mapping[str, Origin] = {}  # of a value that is not cut
 
 @dataclass(slots=True)
 class _Tensor:
-    """A value while cuts flow: how each dim is cut by now, and where each axis came from.
+    """A value while cuts flow: the current cut of each dim, and the origin of each axis.
 
-    ``mesh``: of a parameter or a buffer alone, which is cut only so that a DTensor on it can hold the shards.
+    ``mesh``: set for a parameter or a buffer, which must stay storable as a DTensor on it; None for other values.
     ``local_numel``: elements on one rank. ``around``: the ops that read or make it, by their place in the worklist.
-    ``closed``: dims that the user fixed. ``reserved``: axes that are kept for those.
+    ``closed``: dims that the user fixed. ``reserved``: axes of the value's pin, which its other dims may not take.
     """
 
     node: fx.Node
@@ -131,17 +131,17 @@ class _Tensor:
 
     @property
     def name(self) -> tuple[str, int]:
-        """The value as origins name it."""
+        """The value's name in origins."""
         return self.node.name, self.index
 
     def set_cuts(self, cuts: Mapping[int, DimSharding], origins: Mapping[str, Origin]) -> None:
-        """Cut some dims, by axes of these origins."""
+        """Cut some dims, by axes with these origins."""
         self.dims = tuple([cuts.get(dim, cut) for dim, cut in enumerate(self.dims)])
         self.local_numel = plain(math.prod(map(DimSharding.local_size, self.dims, self.shape)))
         self.origins = {**self.origins, **origins}
 
     def free_part(self, cut: DimSharding, before: DimSharding) -> DimSharding:
-        """The leading axes of a cut that are in ``before`` already, or that cut nothing of the value yet."""
+        """The leading axes of a cut that are already in ``before`` or do not cut the value yet."""
         used = [*self.reserved, *(part for dim in self.dims for part in dim.all_axes)]
         free = [part in before.all_axes or not any(part.overlaps(other) for other in used) for part in cut.all_axes]
         if all(free):
@@ -149,7 +149,7 @@ class _Tensor:
         return before if cut.minor else DimSharding(cut.axes[: free.index(False)])
 
     def is_storable(self, dim: int, cut: DimSharding) -> bool:
-        """Whether the value may be stored so: by whole axes, and cut unevenly only as torch would."""
+        """Whether the value may be stored with this cut: by whole axes, and cut unevenly only as torch would."""
         if self.mesh is None:
             return True
         if not all(self.mesh.is_whole(part) and part.name != MICROBATCH for part in cut.all_axes):
@@ -168,7 +168,7 @@ class Op(NamedTuple):
 
 
 class _Tensors:
-    """The values of a program, uncut. ``of``: the results of each node; ``ops``: those of the graph, over them."""
+    """The values of a program, uncut. ``of``: the results of each node; ``ops``: the graph's ops, over the tensors."""
 
     def __init__(self, program: Program) -> None:
         self.of: dict[fx.Node, tuple[_Tensor | None, ...]] = {}
@@ -195,12 +195,12 @@ def _uncut(node: fx.Node, index: int, type_: TensorType, mesh: Mesh | None) -> _
 
 
 def _is_open(pin: Pin, dim: int, own: tuple[int, int], now: tuple[int, int]) -> bool:
-    """Whether propagation may cut a dim of a pinned value in a round: once the pin's own cut of it is there."""
+    """Whether propagation may cut an open dim of a pinned value in a round, once the pin's own cut is applied."""
     return dim in pin.open and (own <= now if pin.sharding.dims[dim] != WHOLE else own[0] <= now[0])
 
 
 def _cut_as_pinned(program: Program, tensor: _Tensor, pin: Pin, dims: Iterable[int], rank: int) -> None:
-    """Apply a pin to some dims; chains of origins begin here."""
+    """Apply a pin to some dims; chains of origins start here."""
     pipeline = program.options.pipeline
     cuts = {dim: cut for dim in dims if (cut := pin.sharding.dims[dim]) != WHOLE}
     names = [part.name for cut in cuts.values() for part in cut.all_axes]
@@ -209,7 +209,7 @@ def _cut_as_pinned(program: Program, tensor: _Tensor, pin: Pin, dims: Iterable[i
 
 
 class _Worklist:
-    """Ops that have a step to take, in program order."""
+    """Ops to step through, in program order."""
 
     def __init__(self, ops: Sequence[Op]) -> None:
         self._ops = ops
@@ -226,7 +226,7 @@ class _Worklist:
             heapq.heappush(self._queue, index)
 
     def drain(self, with_contractions: bool) -> Iterator[Op]:
-        """The queued ops, those that are added meanwhile included; contractions wait until ``with_contractions``."""
+        """Pop the queued ops, including those added meanwhile; contractions wait until ``with_contractions``."""
         if with_contractions:
             self._queue = list(heapq.merge(sorted(self._queue), sorted(self._waiting)))
             self._waiting = []
@@ -241,7 +241,7 @@ class _Worklist:
 
 
 def _ties(program: Program, tensors: _Tensors) -> Iterator[Op]:
-    """Gradients and new buffer values are cut as their inputs are; a tangent as its output."""
+    """Ops that tie gradients and new buffer values to the cuts of their inputs, and a tangent to that of its output."""
     inputs, rules = program.named_inputs, dict[tuple[int, ...], Rule]()
     for output, owner, node in ends_of(program):
         partner = inputs.get(("tangent", output.name)) if output.kind == "output" else owner
@@ -256,7 +256,7 @@ def _ties(program: Program, tensors: _Tensors) -> Iterator[Op]:
 
 
 class _Side(NamedTuple):
-    """A tensor of one op: its factors dim by dim, and how each factor is cut there by now."""
+    """A tensor of one op: its factors dim by dim, and the current cut of each factor."""
 
     tensor: _Tensor
     dims: Dims
@@ -264,9 +264,9 @@ class _Side(NamedTuple):
 
 
 def _step(op: Op) -> list[_Tensor]:
-    """Bring the tensors of an op to common cuts; those that changed.
+    """Bring the tensors of an op to common cuts; return those that changed.
 
-    Where none can change by the op's rule, that is noted with the rule: like ops have one.
+    If the rule lets none change, that is recorded with the rule, which equal ops share.
     """
     key = _step, tuple([None if tensor is None else tensor.dims for tensor in op.tensors])
     if key in op.rule.known:
@@ -298,7 +298,7 @@ def _step(op: Op) -> list[_Tensor]:
 
 
 def _common(longest: DimSharding, cuts: list[DimSharding]) -> DimSharding:
-    """The longest cut, where it extends all others; else the leading axes that all have."""
+    """The longest cut if it extends all others, else the leading axes that all have in common."""
     if all(extends(longest, cut) for cut in cuts):
         return longest
     count = 0
@@ -308,7 +308,10 @@ def _common(longest: DimSharding, cuts: list[DimSharding]) -> DimSharding:
 
 
 def _extend(op: Op, side: _Side, factor: str, cut: DimSharding, origins: Mapping[str, Origin]) -> bool:
-    """Cut a factor of a tensor further, where its dim is open, by the leading axes that are free there."""
+    """Cut a factor of a tensor further by the leading axes that are free there; return whether it changed.
+
+    Nothing changes if its dim is closed.
+    """
     tensor, rule = side.tensor, op.rule
     dim = next(i for i, factors in enumerate(side.dims) if factor in factors)
     before = side.cuts.get(factor, WHOLE)
@@ -318,7 +321,7 @@ def _extend(op: Op, side: _Side, factor: str, cut: DimSharding, origins: Mapping
     if is_closed or not new_parts or not rule.may_pass(factor, cut):
         return False
     if factor in rule.chunks and num_shards(cut.axes) > tensor.shape[dim]:
-        return False  # a dim of few elements would be chunks of one, most of them empty
+        return False  # a dim of few elements would become chunks of one element, most of them empty
     if dims_sharding((side.dims[dim],), side.cuts, rule.sizes)[0] != tensor.dims[dim]:
         return False  # the dim has cuts that do not line up with this op's factors
     side.cuts[factor] = cut
@@ -334,7 +337,7 @@ PARAMETER_KINDS = ("parameter", "buffer")
 
 
 def annotated_values(program: Program) -> list[Pin]:
-    """A pin for every ``shardc.annotate`` in the model. Those that do not fit raise one ShardingError."""
+    """A pin for every ``shardc.annotate`` in the model. Raises one ShardingError for all that do not fit."""
     pins: list[Pin] = []
     errors: dict[str, ShardingError] = {}
     for node in program.graph.find_nodes(op="call_function", target=ANNOTATE):
@@ -361,7 +364,7 @@ def _annotated_value(program: Program, node: fx.Node) -> Pin:
 
 
 def annotation_text(program: Program, node: fx.Node) -> str:
-    """The annotation that an annotated value has: of a module as the user wrote it, or a call in the model."""
+    """The annotation of a value, as an error names it: a module's as the user wrote it, or the call in the model."""
     given = arguments(node)
     spec = P.parse(given["spec"], tuple(given["priorities"]))
     return str(given["text"]) or f"annotate({spec!r}) at {program.source(node).location}"
@@ -380,11 +383,11 @@ def pinned_value(program: Program, pin: Pin) -> Value:
 
 
 class Precedence:
-    """Which pin comes first over an axis: inputs and annotated values, then parameters, then values that yield to them.
+    """The order of pins over an axis: inputs and annotated values, then parameters, then values that yield to them.
 
-    An annotated value yields over an axis that only parameters have beside it, and no input: a residual that is cut
-    along time by the axis that cuts the weights of each block is gathered where these compute. A batch that is cut
-    where it is embedded does not yield. Over the axes ``first`` parameters come before all.
+    An annotated value yields over an axis that parameters have too, but no input has. For example, a residual that is
+    cut along time by the axis of each block's weights is gathered where the weights compute. A batch that is cut at the
+    embedding does not yield. Over the axes ``first``, parameters come before all others.
     """
 
     def __init__(self, pins: Iterable[Pin], first: frozenset[str] = frozenset()) -> None:

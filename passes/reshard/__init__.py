@@ -1,1 +1,1 @@
-"""Annotated to lowered: what each op needs, the reshards between ops, and the collectives of each reshard."""
+"""Annotated to lowered: the cuts of each op, the reshards between ops, and the collectives of each reshard."""

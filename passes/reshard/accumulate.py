@@ -5,9 +5,9 @@
     y: f32[64, 64]{sum microbatch dp}                 y: f32[64, 64]{sum microbatch dp}
     z: f32[64, 64] = reshard(y)                ->     a: f32[64, 64]{sum dp} = reshard(y);  z: f32[64, 64] = reshard(a)
 
-So ranks exchange the sum once a step and not once a microbatch. Where several stages compute summands, as of the
-gradient of a tied weight, each adds up its own over microbatches, and sends once a step. Invariant: every value that
-was there has the sharding that it had.
+So ranks exchange the sum once a step and not once a microbatch. If several stages compute summands, such as those of
+the gradient of a tied weight, each adds up its own over microbatches and sends once a step. Invariant: every existing
+value keeps its sharding.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ aten = torch.ops.aten
 
 
 def accumulate(program: Program) -> Program:
-    """The program with reshards that reduce over microbatches alone; the same without a pipeline."""
+    """The program with separate reshards that reduce over microbatches; unchanged without a pipeline."""
     if program.options.pipeline is None:
         return program
     program = program.edited()
@@ -58,7 +58,7 @@ def accumulate(program: Program) -> Program:
 
 
 def _summands(program: Program, value: fx.Node) -> list[fx.Node]:
-    """The summands of a sum. If that is cast to a wider dtype each is cast, in the stage that computes it."""
+    """The summands of a sum. If it is cast to a wider dtype, each summand is cast in the stage that computes it."""
     if len(value.users) > 1:
         return [value]
     if is_cast(value) and program.type(value).dtype.itemsize > program.type(operand(value)).dtype.itemsize:

@@ -1,7 +1,7 @@
-"""How each op is cut, and which partial sums are carried on: decided for a program before any rewrite.
+"""Choose the cuts of each op, and the partial sums that are carried on, before any rewrite.
 
-Of the ways to cut an op's factors the one that moves the fewest bytes is taken. A partial sum is carried through ops
-that are linear in it, for as long as it has one reader and nothing makes it larger.
+Each op's factors are cut in the way that moves the fewest bytes. A partial sum is carried through ops that are linear
+in it, as long as it has one reader and nothing makes it larger.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ StandIns = Mapping[tuple[fx.Node, Value], Sharding]
 
 
 def choose_cuts(program: Program, stand_ins: StandIns | None = None) -> CutPlan:
-    """How every op of an annotated program is cut. ``stand_ins``: see ``Arrivals``.
+    """Plan the cuts of every op of an annotated program. ``stand_ins``: see ``Arrivals``.
 
-    At first every partial sum with one reader is carried on. Those that meet an op they cannot pass are reduced where
-    they are made, and so on until all that are carried pass.
+    At first every partial sum with one reader is carried on. Sums that meet an op they cannot pass are then reduced
+    where they are made, until all carried sums pass.
     """
     holders = [holder for node in program.calls for holder in (node.users if program.has_many(node) else [node])]
     carried = {program.value(holder) for holder in holders if len(holder.users) == 1}
@@ -49,9 +49,9 @@ def choose_cuts(program: Program, stand_ins: StandIns | None = None) -> CutPlan:
 
 
 def _output_shardings(arrivals: Arrivals) -> list[Sharding | None]:
-    """The sharding of each result: a gradient's or a buffer's is its owner's, an output's as pinned or else as it is.
+    """The sharding of each result: a gradient or buffer has its owner's, an output the pinned or else its current one.
 
-    A small output is whole, but in a pipeline, where it comes in microbatches. None where there is no result.
+    A small output is whole, except in a pipeline, where it comes in microbatches. None if there is no result.
     """
     program = arrivals.program
     assert program.mesh is not None
@@ -87,10 +87,10 @@ class OpShardings(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CutPlan:
-    """How every op is computed, and how every output is returned.
+    """The cuts of every op, and the sharding of every output.
 
-    ``arrivals``: how each value is cut between its producer and its readers. ``sides``: whether data or parameters
-    move.
+    ``arrivals``: the sharding of each value between its producer and its readers. ``sides``: whether data or
+    parameters move.
     """
 
     arrivals: Arrivals
@@ -100,7 +100,7 @@ class CutPlan:
 
     @property
     def program(self) -> Program:
-        """The program that it plans."""
+        """The planned program."""
         return self.arrivals.program
 
     @property
@@ -123,9 +123,9 @@ class CutPlan:
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """How the operands of ops arrive: the current sharding of each value, and what an op of it takes in its place.
+    """The current sharding of each value, in which it arrives at ops, and stand-ins for it.
 
-    ``stand_ins``: an op that is to be cut in another way claims its cuts as if an operand arrived so.
+    ``stand_ins``: by op and operand, the sharding by which an op claims cuts in place of the operand's own.
     """
 
     program: Program
@@ -156,7 +156,7 @@ class Arrivals:
 
 
 def op_shardings(tensors: OpTensors, cuts: Cuts, ride: Ride | None = None) -> OpShardings:
-    """The shardings of an op's operands and results when its factors are cut so.
+    """The shardings of an op's operands and results when its factors have these cuts.
 
     A result is partial over the cuts of the factors that it does not have.
     """
@@ -181,7 +181,7 @@ def op_shardings(tensors: OpTensors, cuts: Cuts, ride: Ride | None = None) -> Op
 
 
 def op_bytes(tensors: OpTensors, op: OpShardings | CutChoice) -> int:
-    """Bytes that a rank sends to bring an op's operands there, and its results to their propagated shardings."""
+    """Bytes that a rank sends to bring an op's operands to its cuts, and its results to their propagated shardings."""
     operands = enumerate(zip(tensors.arriving, op.operands, tensors.operand_types, strict=True))
     moves = [move for i, move in operands if i not in tensors.uniform]
     moves += zip(op.results, tensors.propagated, tensors.result_types, strict=True)
@@ -189,13 +189,13 @@ def op_bytes(tensors: OpTensors, op: OpShardings | CutChoice) -> int:
 
 
 def _like(known: Sharding, dims: tuple[DimSharding, ...], partial: Partial) -> Sharding:
-    """A sharding on the same mesh; ``known`` itself where it is that one."""
+    """A sharding on the same mesh; ``known`` itself if it is equal."""
     is_known = known.dims == dims and known.partial == partial
     return known if is_known else Sharding(known.mesh, dims, partial)
 
 
 class Ride(NamedTuple):
-    """The operands whose partial sum an op passes on, and what is open in them."""
+    """The operands whose partial sum an op passes on, and the sums open in them."""
 
     operands: frozenset[int] = frozenset()
     partial: Partial = ()
@@ -203,7 +203,7 @@ class Ride(NamedTuple):
 
 @dataclass(slots=True)
 class _Planner:
-    """Decides op by op, forward.
+    """Decides op by op, in program order.
 
     ``carried``: values whose sum stays open; others are reduced where computed. ``gradient_casts``: casts to the
     dtype that gradients are reduced in. ``last``: the planner whose blocked sums are no longer carried. ``blocked``:
@@ -218,7 +218,7 @@ class _Planner:
     blocked: set[Value] = field(default_factory=set)
 
     def decide(self, node: fx.Node) -> None:
-        """Choose how an op is cut, and set the shardings of its results."""
+        """Choose the cuts of an op, and set the shardings of its results."""
         propagated, shardings = self.arrivals.program.shardings(node), self.arrivals.shardings
         op = self.ops[node] = self._as_last(node) or self._undisputed(node) or self._cheapest(node)
         for index, (result, target) in enumerate(zip(op.results, propagated, strict=True)):
@@ -227,7 +227,7 @@ class _Planner:
                 shardings[node, index] = target if is_reduced and target else result
 
     def _as_last(self, node: fx.Node) -> CutChoice | None:
-        """What the last planner decided, if the operands arrive as they did then."""
+        """The last planner's choice, if the operands arrive as they did then."""
         if self.last is None:
             return None
         before, now = self.last.arrivals.shardings, self.arrivals.shardings
@@ -235,9 +235,9 @@ class _Planner:
         return self.last.ops[node] if is_same else None
 
     def _undisputed(self, node: fx.Node) -> CutChoice | None:
-        """How the op is cut where its tensors agree about the cut of each factor, and no sum is open; else None.
+        """The choice for an op whose tensors agree about the cut of each factor and have no open sum; else None.
 
-        That depends on rule and shardings alone, so it is found once for like ops.
+        It depends only on the rule and the shardings, so it is made once for equal ops.
         """
         program, shardings = self.arrivals.program, self.arrivals.shardings
         rule, values, propagated = program.rule(node), program.operand_values(node), program.shardings(node)
@@ -291,11 +291,11 @@ class _Planner:
         return max(rides, key=rides.__getitem__, default=Ride())
 
     def _may_ride(self, node: fx.Node, ride: Ride, nbytes: int, claims: list[Claim]) -> bool:
-        """Whether a sum over no axis that cuts the op may stay open, without more to be sent for it.
+        """Whether a sum may stay open through an op: its axes must not cut the op, nor may it send more bytes.
 
-        Summands are added before their sum is scattered, whatever sharding it is to have: results have no claim then.
-        A result larger than the operands, of ``nbytes``, must be scattered; the cast of a gradient to the dtype that
-        it is reduced in may enlarge it, and no other cast.
+        Summands are added before their sum is scattered, whatever sharding the sum will have, so the claims of results
+        do not count then. A result larger than the operands, of ``nbytes``, must be scattered. The only cast that may
+        enlarge a sum is that of a gradient to the dtype it is reduced in.
         """
         if not ride.partial or any(op != "sum" for _, op in ride.partial):
             return False
@@ -320,7 +320,7 @@ class _Planner:
 class Claim:
     """The cut that one tensor of an op has for a factor, or is to have if ``is_of_result``.
 
-    ``rank``: that of the cut's origin. ``nbytes``: of the tensor on one rank.
+    ``rank``: the rank of the cut's origin. ``nbytes``: bytes of the tensor on one rank.
     """
 
     factor: str
@@ -331,9 +331,9 @@ class Claim:
 
 
 def claims_on(program: Program, node: fx.Node, rule: Rule, sharding_of: Callable[[Value], Sharding]) -> list[Claim]:
-    """The claims of an op's operands by ``sharding_of``, and of its results as propagated.
+    """The claims of an op's operands in the shardings of ``sharding_of``, and of its results as propagated.
 
-    Only the result has claims where the user annotated the value.
+    In an annotation only the result has claims.
     """
     operands = [] if is_annotation(node) else list(zip(program.operand_values(node), rule.operands, strict=True))
     tensors = [(value, dims, sharding_of(value), False) for value, dims in operands if value]
@@ -353,7 +353,7 @@ def claims_on(program: Program, node: fx.Node, rule: Rule, sharding_of: Callable
 def undisputed_cuts(
     rule: Rule, operands: Shardings, results: Shardings, shapes: Sequence[tuple[int, ...] | None]
 ) -> Cuts | None:
-    """The cut of each factor where all tensors that cut it agree, and no other factor wants its axes; else None."""
+    """The cut of each factor if all tensors that cut it agree and no other factor wants its axes; else None."""
     cuts: Cuts = {}
     for dims, sharding, shape in zip(rule.operands + rule.results, operands + results, shapes, strict=True):
         if sharding is None or shape is None:
@@ -373,7 +373,7 @@ def undisputed_cuts(
 
 
 def choices(rule: Rule, claims: list[Claim], taken: Axes = ()) -> list[Cuts]:
-    """The cuts by the claims' own order, and those where another claim comes first. ``taken`` axes cut nothing."""
+    """The cuts in the claims' own order, and those with another claim first. ``taken`` axes cut nothing."""
     ways = [assign(rule, claims, taken)]
     for claim in claims:
         if ways[0].get(claim.factor, WHOLE) != claim.cut and rule.may_cut(claim.factor, claim.cut):
@@ -384,10 +384,10 @@ def choices(rule: Rule, claims: list[Claim], taken: Axes = ()) -> list[Cuts]:
 
 
 def assign(rule: Rule, claims: list[Claim], taken: Axes = (), first: Claim | None = None) -> Cuts:
-    """Which axes cut which factor, when an axis may cut one factor only.
+    """The cut of each factor, where an axis may cut only one factor.
 
-    The claim with the lowest rank wins, of these ``first``, then the one of more bytes, then the earlier factor. A
-    claim that lost an axis keeps the axes before it. ``taken`` axes cut nothing: a partial sum over them passes.
+    The claim of the lowest rank wins; among equals ``first``, then the one of more bytes, then the earlier factor. A
+    claim that loses an axis keeps the axes before it. ``taken`` axes cut nothing: a partial sum over them passes.
     """
     order = {factor: i for i, factor in enumerate(rule.sizes)}
     cuts: Cuts = {}
@@ -404,5 +404,5 @@ def assign(rule: Rule, claims: list[Claim], taken: Axes = (), first: Claim | Non
 
 
 def num_pieces(cuts: Cuts) -> int:
-    """Into how many pieces an op's work is cut."""
+    """The number of pieces that an op's work is cut into."""
     return math.prod(num_shards(cut.all_axes) for cut in cuts.values())

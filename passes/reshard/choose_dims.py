@@ -1,13 +1,13 @@
-"""Where an op needs a dim whole that arrives cut: whether the axis cuts another dim of the op instead, or none.
+"""Choose for an op that needs a cut dim whole whether the axis cuts another of its dims instead, or none.
 
 A sort needs its dim whole, and its other dims are free. Gathered, the whole sort runs on every rank::
 
     y, i = sort(x, 0)        # x: f32[64@dp, 16]
         ->
-    x comes by all_gather as f32[64, 16], and so are y and i; or by all_to_all as f32[64, 16@dp], and so are y and i
+    by all_gather x is f32[64, 16], and so are y and i; or by all_to_all x is f32[64, 16@dp], and so are y and i
 
-Other values follow from how y and i are cut, so each way is a plan of the program. The one of fewest bytes is taken;
-of equals the one that divides the work.
+The cuts of y and i decide those of other values, so each way is a plan of the whole program. The plan of fewest bytes
+is taken, among equals the one that divides the work.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ Moved = dict[Value, tuple[Sharding, Mapping[str, Origin]]]
 
 
 def with_moved_axes(plan: CutPlan) -> CutPlan:
-    """The plan, with axes of dims that are whole in an op on others of its dims where that sends no more.
+    """The plan, with axes moved from a dim that an op needs whole to another of its dims if that sends no more.
 
-    Calls that are alike, as in every layer, are cut alike.
+    Equal calls, such as those of every layer, are cut alike.
     """
     alike: dict[Hashable, list[fx.Node]] = {}
     for node in plan.program.calls:
@@ -48,9 +48,9 @@ def with_moved_axes(plan: CutPlan) -> CutPlan:
 
 
 def _cheapest(plan: CutPlan, nodes: list[fx.Node]) -> CutPlan:
-    """The plan, or that of fewest bytes in which these ops are cut in another way; the program's shardings are its.
+    """The plan, or the one of fewest bytes that cuts these ops in another way. Sets the program's shardings to it.
 
-    Attention is always cut where it can be: gathered, every rank would do all of it.
+    Attention is always cut if it can be: gathered, every rank would compute all of it.
     """
     program, start = plan.program, plan
     before = facts = _facts(program)
@@ -75,7 +75,7 @@ def _facts(program: Program) -> dict[fx.Node, Facts]:
 
 
 def set_facts(program: Program, facts: Mapping[fx.Node, Facts]) -> None:
-    """Give nodes other shardings and origins."""
+    """Set the shardings and origins of nodes."""
     for node, (shardings, origins) in facts.items():
         program.set_sharding(node, shardings if program.has_many(node) else shardings[0])
         program.set_origins(node, origins)
@@ -93,7 +93,7 @@ def _kind(plan: CutPlan, node: fx.Node) -> Hashable:
 
 
 def _ways(plan: CutPlan, node: fx.Node) -> Iterator[Way]:
-    """The factors that can take the axes of a whole one, which then cut nothing of the op, with their cuts."""
+    """The factors, with their new cuts, that can take the axes of a whole factor. These cut nothing of the op yet."""
     program, rule, op = plan.program, plan.program.rule(node), plan.ops[node]
     kept = rule.whole | {factor for factor, count in rule.chunks.items() if count == 1}
     if not kept:
@@ -107,7 +107,7 @@ def _ways(plan: CutPlan, node: fx.Node) -> Iterator[Way]:
             if factor not in kept or cut.minor or any(part.overlaps(own) for part in cut.axes for own in used):
                 continue
             if any(part.name == MICROBATCH for part in cut.axes):
-                continue  # they follow one another
+                continue  # microbatches run one after another
             for other in rule.sizes:
                 further = _further(plan, node, rule, other, cut)
                 if further and rule.may_cut(other, further) and further.is_even(rule.sizes[other]):
@@ -115,9 +115,9 @@ def _ways(plan: CutPlan, node: fx.Node) -> Iterator[Way]:
 
 
 def _further(plan: CutPlan, node: fx.Node, rule: Rule, factor: str, cut: DimSharding) -> DimSharding | None:
-    """The cut of a factor that all tensors of an op have, a mask of attention aside, and that its plan leaves whole.
+    """``cut`` for a factor that all tensors of an op have, a mask of attention aside, and that its plan leaves whole.
 
-    One of attention may be cut already, as heads are by ``tp``, and is cut further. None for others.
+    A factor of attention may be cut already, as heads are by ``tp``, and is then cut further. None for other factors.
     """
     operands = () if is_attention(node.target) else rule.operands
     if not all(rule.has(factor, dims) for dims in (*operands, *rule.results) if dims is not None):
@@ -135,7 +135,7 @@ def _further(plan: CutPlan, node: fx.Node, rule: Rule, factor: str, cut: DimShar
 
 
 def _moved(plan: CutPlan, nodes: list[fx.Node], way: Way) -> tuple[StandIns, Moved]:
-    """The shardings by which the operands of these ops claim that a factor is cut, and those of the results."""
+    """The shardings by which the operands of these ops claim the factor's cut, and the new ones of their results."""
     program, (factor, cut) = plan.program, way
     stand_ins: dict[tuple[fx.Node, Value], Sharding] = {}
     moved: Moved = {}
@@ -159,7 +159,7 @@ def _moved(plan: CutPlan, nodes: list[fx.Node], way: Way) -> tuple[StandIns, Mov
 
 
 def _origin(program: Program, op: fx.Node, value: Value, axis: str) -> Origin:
-    """Why an axis cuts an operand where it is read; if it does not cut the value itself, that of the nearest before."""
+    """The origin of an axis on an operand; if it does not cut that value, on the nearest value before that it cuts."""
     node, index = value
     near = (origins for each in sorted(ancestors(op), reverse=True) for origins in program.origins(each))
     return next(each[axis] for each in chain((program.origins(node)[index],), near) if axis in each)

@@ -1,15 +1,15 @@
-"""Where one axis cuts both data and parameters: whether an op is cut as its data arrives, or as its parameters are.
+"""Choose whether an op is cut as its data or as its parameters are, where one axis cuts both.
 
-Propagate lets the data come first, so that each op gathers its weights, as FSDP does. But a weight may share the dim
-that is cut with the data, as experts do. Then data can be sent to where the weights are::
+Propagate lets the data come first, so that each op gathers its weights, as FSDP does. But a weight may share the cut
+dim with the data, as weights of experts do. Then the data can be sent to the weights::
 
     h = dot(sent, up, "e g c m, e m h -> e g c h")      # sent: f32[8, 16@ep, 4, 64], up: f32[8@ep, 64, 256]
         ->
-    up is gathered; or sent comes by all_to_all to where its experts are, and h goes back
+    either up is gathered; or sent goes by all_to_all to its experts, and h comes back
 
-Such an op is on one side or the other. A side costs the reductions that its cuts leave, and an edge between the sides
-costs a reshard, so the cheapest division of the program is a minimum cut of its graph. The division is taken where the
-plan that follows from it sends fewer bytes.
+Each such op is on one side or the other. An op costs the reductions that the cuts of its side leave, and an edge
+between the sides costs a reshard. So the cheapest division of the program is a minimum cut of its graph. The division
+is taken if its plan sends fewer bytes.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ DATA, PARAMETERS = "data", "parameters"  # the ends of the minimum cut
 
 
 def cheapest_plan(program: Program) -> CutPlan:
-    """The plan of fewest bytes over each axis that data and parameters share, and where an op needs a cut dim whole.
+    """The plan of fewest bytes: sides for each axis that data and parameters share, and axes moved off whole dims.
 
-    The program's shardings are set to it.
+    Sets the program's shardings to it.
     """
     plan = of_data = choose_cuts(program)
     contested = Precedence(program.pins).contested
@@ -69,13 +69,13 @@ def cheapest_plan(program: Program) -> CutPlan:
 
 
 def with_parameters_first(program: Program, axis: str) -> Program:
-    """The program as it is propagated where parameters come before data over an axis."""
+    """The program propagated with parameters before data over an axis."""
     first = frozenset({axis})
     return propagated(cut_blocks(program, first), first)
 
 
 def _may_be_divided(program: Program, node: fx.Node) -> bool:
-    """Whether an op is a product with an input that may be cut along a dim that all its tensors share."""
+    """Whether an op is a product with an input, and all its tensors share a dim that may be cut."""
     rule = program.rule(node)
     is_product = len(rule.operands) > 1 and any(map(rule.is_reduced, rule.sizes)) and not program.has_many(node)
     return is_product and any(map(_is_of_input, node.all_input_nodes)) and _has_shared_factor(rule)
@@ -88,7 +88,7 @@ def _has_shared_factor(rule: Rule) -> bool:
 
 
 def _is_other_product(program: Program, ours: fx.Node, other: Program, theirs: fx.Node) -> bool:
-    """Whether a product would be cut, with parameters first, along a dim that its tensors share."""
+    """Whether a product would be cut along a dim that its tensors share if parameters came first."""
     if program.shardings(ours) == other.shardings(theirs):
         return False
     rule = program.rule(ours)
@@ -107,7 +107,7 @@ def _is_of_input(node: fx.Node) -> bool:
 
 
 def _is_shared(rule: Rule, ours: Cuts, theirs: Cuts) -> bool:
-    """Whether all operands of an op, if it sums over some factors, have those that parameters would cut further."""
+    """Whether all operands of an op have the factors that parameters would cut further; true if it sums over none."""
     tensors = [dims for dims in rule.operands if dims is not None and any(map(rule.is_reduced, rule.sizes))]
     return all(rule.has(factor, dims) for factor in _new_factors(ours, theirs) for dims in tensors)
 
@@ -118,7 +118,7 @@ def _new_factors(ours: Cuts, theirs: Cuts) -> list[str]:
 
 
 def _divided(program: Program, plan: CutPlan, other: Program) -> CutPlan:
-    """The plan, or that of the cheapest division between how its program is cut and how the other is."""
+    """The plan, or that of the cheapest division between the cuts of its program and the other's, if it sends less."""
     stand_ins = plan.arrivals.stand_ins
     data, parameters = _Side(program, stand_ins), _Side(other, {})
     crossed = _Division(program, data, parameters).cheapest()
@@ -140,13 +140,13 @@ def _divided(program: Program, plan: CutPlan, other: Program) -> CutPlan:
 
 
 class _Side:
-    """How every op would be cut if all values were as one propagation has them. Any copy's node of a name will do."""
+    """The cuts of every op if all values had the shardings of one propagation. Nodes of any copy are found by name."""
 
     def __init__(self, program: Program, stand_ins: StandIns) -> None:
         self._program = program
         self._nodes = {node.name: node for node in program.graph.nodes}
         self._arrivals = Arrivals(program, current_shardings(program), stand_ins)
-        self.cuts: dict[str, Cuts] = {}  # which axes cut which factor, by the op's name
+        self.cuts: dict[str, Cuts] = {}  # the cuts of an op's factors, by its name
         self.ops: dict[str, OpShardings] = {}
         for node in program.calls:
             cuts = self.cuts[node.name] = assign(program.rule(node), self._arrivals.claims(node))
@@ -162,7 +162,7 @@ class _Side:
         return self._program.shardings(own), self._program.origins(own)
 
     def reduction_bytes(self, node: fx.Node) -> int:
-        """Bytes that bring an op's results from how it makes them to their shardings."""
+        """Bytes that bring an op's results, as it makes them, to their shardings."""
         return sum(
             move_bytes(result, self.sharding((node, i)), self._program.value_type((self._nodes[node.name], i)))
             for i, result in enumerate(self.ops[node.name].results)
@@ -183,10 +183,10 @@ class _Readers:
 class _Division:
     """The minimum cut. Ops that are not ``free`` stay with the data.
 
-    Free are the ops that parameters would cut otherwise, in no fewer pieces, and along dims that all operands share. So
-    are inputs that are not annotated, and their gradients with them. In the graph an edge is cut from the data's end to
-    the parameters' end. What several ops need alike is moved once: it is a node of its own, on their side if one of
-    them is.
+    An op is free if parameters would cut it otherwise, in no fewer pieces, and along dims that all operands share.
+    Inputs that are not annotated are free too, and their gradients with them. In the graph an edge is cut if it leads
+    from the data's side to the parameters'. A value that several ops need in one sharding is moved once: the move is a
+    node of its own, on the readers' side if one of them is there.
     """
 
     program: Program
@@ -197,7 +197,7 @@ class _Division:
 
     def cheapest(self) -> set[fx.Node]:
         """The ops on the parameters' side."""
-        import networkx as nx  # few programs need it
+        import networkx as nx  # here, since few programs need it
         from networkx.algorithms.flow import boykov_kolmogorov
 
         self.graph = nx.DiGraph()
@@ -220,7 +220,7 @@ class _Division:
         return side & self.free
 
     def _readers(self) -> dict[Value, dict[Sharding, _Readers]]:
-        """By value, and by the sharding that it is needed in."""
+        """The readers of each value, by the sharding that they need it in."""
         readers: dict[Value, dict[Sharding, _Readers]] = defaultdict(lambda: defaultdict(_Readers))
 
         def add(value: Value, reader: fx.Node, ours: Sharding, theirs: Sharding) -> None:
@@ -242,7 +242,7 @@ class _Division:
         return readers
 
     def _add_move(self, value: Value, target: Sharding, readers: _Readers) -> None:
-        """The cost to bring a value to a sharding, from its sharding on either side."""
+        """Add the cost to bring a value to a sharding, from its sharding on either side."""
         type_, maker = self.program.value_type(value), value[0]
         ours = theirs = move_bytes(self.data.sharding(value), target, type_)
         if maker in self.free:
@@ -263,7 +263,7 @@ class _Division:
             self.graph.add_edges_from((reader, moved) for reader in readers.of_data)
 
     def _add_costs(self, node: fx.Node, of_data: int, of_parameters: int) -> None:
-        """The cost of an op that is on the data's side, and of one on the parameters'."""
+        """Add the cost of an op on the data's side, and that of the op on the parameters' side."""
         self._add_edge(node, PARAMETERS, of_data)
         self._add_edge(DATA, node, of_parameters)
 

@@ -1,4 +1,4 @@
-"""insert_reshards: annotated -> agreed. A visible reshard wherever what a value has is not what an op needs.
+"""insert_reshards: annotated -> agreed. A visible reshard wherever a value's sharding is not what an op needs.
 
 Each op gives its axes to its factors, so that one axis cuts one factor on all of its tensors (choose_cuts.py). An
 operand in another sharding is resharded, and a result is partial over the cuts of factors that it does not have::
@@ -49,7 +49,7 @@ from .choose_sides import cheapest_plan
 
 
 def insert_reshards(program: Program) -> Program:
-    """The program with a reshard between every producer and consumer that differ."""
+    """The program with a reshard between every producer and consumer whose shardings differ."""
     program = program.edited("agreed")
     plan = cheapest_plan(program)
     program.sides = plan.sides
@@ -79,7 +79,7 @@ def insert_reshard(program: Program, node: fx.Node, target: Sharding, like: fx.N
 
 
 def endpoint(program: Program, node: fx.Node) -> Endpoint:
-    """The name of a node, the user's name of an input, and where it is in the user's model."""
+    """The name of a node, or the user's name of an input, and its place in the user's model."""
     source = program.source(node)
     return Endpoint(value_name(program, node), source.module, source.location)
 
@@ -88,7 +88,7 @@ def endpoint(program: Program, node: fx.Node) -> Endpoint:
 class _Rewriter:
     """Inserts the reshards of a plan.
 
-    ``holder``: the node that holds a value for its readers, which is a reshard where its sum is reduced at once.
+    ``holder``: the node that holds a value for its readers; it is a reshard if the value's sum is reduced at once.
     ``resharded``: the reshards by node and target. ``propagated``: the origins that propagate gave a call's results.
     """
 
@@ -99,7 +99,7 @@ class _Rewriter:
     propagated: dict[fx.Node, tuple[Mapping[str, Origin], ...]] = field(default_factory=dict)
 
     def call(self, node: fx.Node) -> None:
-        """Bring the operands of a call to the plan's shardings, and give its results theirs."""
+        """Bring the operands of a call to the plan's shardings, and set those of its results."""
         program, op, reasons = self.program, self.plan.ops[node], OpReasons(self.plan, node)
         given, new = operands(node), list[fx.Node | None]()
         for i, (value, target) in enumerate(zip(given, op.operands, strict=True)):
@@ -152,9 +152,9 @@ class _Rewriter:
                 self.holder[value] = insert_reshard(program, node, target, node, why)
 
     def result(self, result: fx.Node, target: Sharding, output: Output, owner: fx.Node | None) -> fx.Node:
-        """A result of the program in its sharding, resharded as soon as it is known.
+        """A result of the program in its target sharding, resharded as soon as it is computed.
 
-        A gradient's or a buffer's axes have the origins of its owner, other results those that propagate gave.
+        The axes of a gradient or buffer have the origins of its owner, those of other results the propagated origins.
         """
         program = self.program
         source = self.holder[program.value(result)]
@@ -181,7 +181,7 @@ Tensor = tuple[Value, Dims, Sharding]  # of an op: a value, its factors and its 
 
 
 class OpReasons:
-    """The reasons of one op of a plan. Made before the op's shardings in the program become those of the plan."""
+    """The reasons for one op's reshards. Make it before the op's shardings in the program become the plan's."""
 
     def __init__(self, plan: CutPlan, node: fx.Node) -> None:
         self.program, self.node, self.rule = plan.program, node, plan.program.rule(node)
@@ -213,7 +213,7 @@ class OpReasons:
         return tuple(origins)
 
     def _through(self, axis: str, index: int, is_sum: bool) -> dict[str, Origin]:
-        """The origin of an axis on a result; of a sum of several open sums, those of the others beside it."""
+        """The origin of an axis on a result; if the op adds several open sums, with the others' origins as addends."""
         claims = self._claims(axis, of_operands=is_sum)
         if not claims:
             return {}
@@ -270,7 +270,7 @@ class OpReasons:
     def _claims(self, axis: str, of_operands: bool = False) -> list[tuple[Origin, bool]]:
         """The origins of the axis on the op's tensors that have the factor it cuts, the lowest rank first.
 
-        With each, whether a sum is open there. Results count with their propagated sharding, unless ``of_operands``.
+        Each comes with whether a sum is open there. Results count as propagated, and not at all with ``of_operands``.
         """
         claims = []
         for (value, _, sharding), cuts in self._factor_cuts(self.arriving, () if of_operands else self.propagated):
@@ -284,7 +284,7 @@ class OpReasons:
     def _factor_cuts(
         self, operands: Iterable[Sharding | None], results: Iterable[Sharding | None]
     ) -> Iterator[tuple[Tensor, dict[str, DimSharding]]]:
-        """The op's tensors in given shardings, and how each factor is cut in each."""
+        """The op's tensors in these shardings, and the cut of each factor in each."""
         tensors = [*zip(self.values, self.rule.operands, operands, strict=True)]
         tensors += (((self.node, i), *pair) for i, pair in enumerate(zip(self.rule.results, results, strict=False)))
         for value, dims, sharding in tensors:
@@ -303,7 +303,7 @@ def needs(
     reason: Callable[[str, int | None], Need],
     origin: Callable[[str], Origin | None],
 ) -> tuple[Need, ...]:
-    """For each axis over which two shardings differ: why it may not stay on its dim, and where a new cut comes from."""
+    """For each axis in which two shardings differ: why it may not stay on its dim, and the origin of a new cut."""
     gone = [
         reason(part.name, dim_of(src, part.name))
         for part in src.used_parts
@@ -319,5 +319,5 @@ def needs(
 
 
 def dim_of(sharding: Sharding, axis: str) -> int | None:
-    """The dim that an axis cuts; None where it cuts none."""
+    """The dim that an axis cuts; None if it cuts none."""
     return next((i for i, cut in enumerate(sharding.dims) if axis in _names(cut.all_axes)), None)

@@ -10,9 +10,9 @@ becomes::
     y: f32[8@dp, 64]{sum tp} = dot(x, w, "a b, b c -> a c")
     z: f32[8@dp, 64@tp] = reduce_scatter(y, ("tp",), "sum", 1)
 
-Where cuts in blocks change, views to one dim for each block level stand around the collectives. Windows of a cut dim
-get the axes along which ranks exchange edges. A value of one number everywhere is made anew instead of sent.
-Invariant: every value that was there keeps its sharding, and types stay global.
+If cuts in blocks change, views to one dim for each block level stand around the collectives. Windows of a cut dim get
+the axes along which ranks exchange edges. A value that is one number everywhere is made again instead of sent.
+Invariant: every existing value keeps its sharding, and types stay global.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FUNCTIONS = {kind: function for function, kind in COLLECTIVES.items()} | {"view"
 
 
 def lower_reshards(program: Program) -> Program:
-    """The program with collectives for reshards."""
+    """The program with collectives in place of reshards."""
     program = program.edited("lowered")
     for node in list(program.calls):
         if node.target is reshard and is_uniform(operand(node)) and _sends(program, node):

@@ -1,7 +1,7 @@
-"""How axes may move between the dims of one value: states, the moves between them and what each costs.
+"""The moves of axes between the dims of one value: states, the moves between them, and the cost of each.
 
 Axis parts are numbered *atoms*. A state says which atoms cut each dim, minor last, and which are partial. Costs are
-exact integers: bytes sent by the ring algorithms, in units of the value's size, and a little for each collective.
+exact integers: bytes sent by the ring algorithms, in units of the value's size, and a small latency a collective.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from shardc.language.machine import CollectiveKind
 from shardc.language.sharding import ceil_div
 
 Atoms = tuple[int, ...]
-SMALLEST = 2  # an axis of one rank weighs as one of two, so that a plan does not depend on it
-LATENCY = 64  # one collective more must save this part of the largest local value
+SMALLEST = 2  # an axis of one rank counts as one of two, so that both have one plan
+LATENCY = 64  # one more collective must save a 64th of the largest local value
 
 
 class State(NamedTuple):
@@ -34,7 +34,7 @@ class State(NamedTuple):
         return {atom for atoms in self.lists for atom in atoms} | set(self.partial)
 
     def put(self, *changes: tuple[int, Atoms], partial: Atoms | None = None) -> State:
-        """The same with other atoms on some dims."""
+        """The state with other atoms on some dims."""
         lists = list(self.lists)
         for dim, atoms in changes:
             lists[dim] = atoms
@@ -56,13 +56,13 @@ Edge = tuple[Move, int]  # a move and its cost
 
 @dataclass(frozen=True)
 class Space:
-    """Where a search goes, and within what bounds: a local value is never larger than at both ends.
+    """The space of a search, with its bounds: a local value is never larger than at the larger end.
 
-    ``sizes``: of the atoms. ``room``: what is left of each dim to be cut. ``permutes``: whether permutes are moves like
-    all others; else the search puts one where its ends meet. ``reorders``: it must put one there. ``loose``: the dims
-    that are cut unevenly at an end: any atoms may cut them, save neighbours that are one cut together (``joins``) where
-    that leaves other chunks, and they come and go one at a time, since each cuts what those before it left, unless they
-    divide that. ``spare``: atoms of neither end that may cut on the way.
+    ``sizes``: of the atoms. ``room``: the elements of each dim left to cut. ``permutes``: whether permutes are moves
+    like all others; else the search may put one where its two sides meet. ``reorders``: it must put one there.
+    ``loose``: the dims that are cut unevenly at an end. Any atoms may cut these, except neighbours that join into one
+    cut (``joins``) if that leaves other chunks. Their atoms come and go one at a time, since each cuts the shards of
+    those before it, unless they divide these. ``spare``: atoms of neither end that may cut on the way.
     """
 
     sizes: tuple[int, ...]
@@ -86,7 +86,7 @@ class Space:
 
     @cached_property
     def scale(self) -> int:
-        """The whole value's size, such that every cost is a whole number."""
+        """The whole value's size, chosen so that every cost is a whole number."""
         return LATENCY * math.prod(max(size, SMALLEST) for size in self.sizes) ** 2
 
     @cached_property
@@ -96,11 +96,11 @@ class Space:
 
     @cached_property
     def latency(self) -> int:
-        """What one more collective must save."""
+        """The cost of one more collective, which it must save."""
         return self.bound // LATENCY
 
     def pieces(self, atoms: Atoms) -> int:
-        """Into how many pieces atoms cut."""
+        """The number of pieces that atoms cut into."""
         known = self._pieces.get(atoms)
         if known is None:
             known = self._pieces[atoms] = math.prod([max(self.sizes[atom], SMALLEST) for atom in atoms])
@@ -111,9 +111,9 @@ class Space:
         return self.scale // math.prod(map(self.pieces, state.lists))
 
     def fits(self, dim: int, atoms: Atoms) -> bool:
-        """Whether the atoms may cut the dim: it divides by them, or need not.
+        """Whether the atoms may cut the dim: they divide it, or it is loose.
 
-        Where it need not, no two neighbours may be one cut together that leaves other chunks than one after the other.
+        In a loose dim, no two neighbours may join into one cut that leaves other chunks than the two in turn.
         """
         room = self.room[dim]
         if dim not in self.loose:
@@ -126,7 +126,7 @@ class Space:
         return True
 
     def _go_together(self, dim: int, atoms: Atoms, more: Atoms) -> bool:
-        """Whether one collective may cut the dim by ``more``, after ``atoms``, or join it again."""
+        """Whether one collective may cut the dim by ``more``, after ``atoms``, or gather it again."""
         if dim not in self.loose or len(more) == 1:
             return True
         left = ceil_div(self.room[dim], math.prod([self.sizes[atom] for atom in atoms]))
@@ -137,12 +137,12 @@ class Space:
         return self.fits(dim, atoms + more) and self._go_together(dim, atoms, more)
 
     def suffixes(self, dim: int, atoms: Atoms) -> Iterator[tuple[Atoms, Atoms]]:
-        """What stays and what goes, when minor atoms leave a dim together."""
+        """The atoms that stay and the minor ones that leave, for each way that minor atoms may leave a dim together."""
         ways = ((atoms[:i], atoms[i:]) for i in reversed(range(len(atoms))))
         return (way for way in ways if self._go_together(dim, *way))
 
     def counts(self, state: State) -> object:
-        """Into how many pieces each dim is cut, and what is partial: equal where a permute leads."""
+        """The number of pieces of each dim, and the partial atoms: equal for states that are a permute apart."""
         sizes = [
             tuple(self.sizes[atom] for atom in atoms) if dim in self.loose else math.prod(self.sizes[a] for a in atoms)
             for dim, atoms in enumerate(state.lists)
@@ -150,10 +150,10 @@ class Space:
         return (*sizes, *(self.pieces(atoms) for atoms in state.lists), state.partial)
 
     def at_least(self, src: State, dst: State) -> int:
-        """No path between two states costs less.
+        """A lower bound on the cost of a path between two states.
 
-        A value grows only by what is received; a dim is cut into fewer pieces only by a collective of its own; a
-        reduction takes one, on a value that was at most sliced before.
+        A value grows only by received elements. A dim gets fewer pieces only by a collective of its own. A reduction
+        takes a collective, on a value that was at most sliced before.
         """
         joined = sum(self.pieces(a) > self.pieces(b) for a, b in zip(src.lists, dst.lists, strict=True))
         least = max(0, self.local(dst) - self.local(src)) + self.latency * joined
@@ -194,7 +194,7 @@ def moves_from(space: Space, state: State) -> Iterator[Edge]:
 
 
 def moves_into(space: Space, state: State) -> Iterator[Edge]:
-    """Every move that leads to a state but permutes: those of ``moves_from``, undone."""
+    """Every move that leads to a state, except permutes: the moves of ``moves_from``, undone."""
     local, latency, used, reducible = space.local(state), space.latency, state.used, set(space.src.partial)
     for dim, atoms in enumerate(state.lists):
         for keep, suffix in space.suffixes(dim, atoms):
@@ -223,7 +223,7 @@ def _arrangements(atoms: Atoms) -> Iterator[Atoms]:
 
 
 class Path(NamedTuple):
-    """Moves from one state to another, and what they cost together."""
+    """Moves from one state to another, and their total cost."""
 
     moves: tuple[Move, ...]
     cost: int
@@ -247,10 +247,10 @@ def cheapest_path(space: Space) -> Path | None:
 
 
 def may_be_shared(space: Space, path: Path) -> bool:
-    """Whether axes that neither end uses might pay: to join their pieces costs up to the smallest value on the path.
+    """Whether cuts by axes that neither end uses might pay.
 
-    What the path sends for moves that change no size and for reductions must cost more than that. A path that only
-    reduces, gathers and slices stays as it is.
+    To gather their pieces costs up to the smallest local value on the path, so the path's reductions and the moves that
+    change no size must cost more than that. A path that only reduces, gathers and slices stays as it is.
     """
     smallest = min(map(space.local, (space.src, *(move.after for move in path.moves))))
     moves = [move for move in path.moves if move.kind in ("all_to_all", "collective_permute")]
@@ -260,7 +260,7 @@ def may_be_shared(space: Space, path: Path) -> bool:
 
 
 def _sent(space: Space, move: Move) -> int:
-    """What a rank sends in a move on a value that grows no larger."""
+    """The cost, without latency, of a move that does not enlarge the local value."""
     local = space.local(move.before)
     if move.kind == "collective_permute":
         return local
@@ -269,7 +269,7 @@ def _sent(space: Space, move: Move) -> int:
 
 @dataclass
 class _Side:
-    """One end's search (A*): next is the open state with the least cost so far and still to come.
+    """The A* search from one end. The next open state has the least sum of its cost so far and a bound on the rest.
 
     ``closed``: states with their final cost. ``firsts``: the first closed state of each count of pieces, which is the
     cheapest of its kind. ``reached``: the least known cost and the last move of the path to a state. Among equals the
@@ -290,11 +290,11 @@ class _Side:
 
     @property
     def next_cost(self) -> float:
-        """No path through a state that is still open costs less."""
+        """A lower bound on the cost of any path through a state that is still open."""
         return self.heap[0][0] if self.heap else math.inf
 
     def close_next(self, other: _Side) -> Iterator[tuple[State, State]]:
-        """Close the next state; its meetings with states of the other end: itself, and one that is a permute away."""
+        """Close the next state, and yield where it meets the other end: in itself, or in a state a permute away."""
         _, _, state = heapq.heappop(self.heap)
         if state in self.closed:
             return

@@ -1,10 +1,10 @@
-"""From one sharding to another: the cheapest sequence of collectives, as pure values.
+"""The cheapest sequence of collectives from one sharding to another, as pure values.
 
 This file decides between all_gather and all_to_all, all_reduce and reduce_scatter, one step and several. Both shardings
 are first brought to common terms: a dim cut in blocks becomes one dim for each block level, and an axis is split where
-parts of both begin or end. What both share at the major end of a dim stays, and the rest is a shortest path
-(move_axes.py). Dims with no common terms are gathered and sliced again, or neighbours exchange the edges of their
-chunks where that is enough.
+parts of either sharding begin or end. The axes that both share at the major end of a dim stay; the rest is a shortest
+path (move_axes.py). Dims without common terms are gathered and sliced again, or neighbours exchange the edges of their
+chunks if that is enough.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 def plan_reshard(src: Sharding, dst: Sharding, type: TensorType) -> tuple[Step, ...]:
     """The steps from ``src`` to ``dst``; the last step's sharding is ``dst``. ``dst`` is partial only where ``src`` is.
 
-    Local values on the way are never larger than at both ends, save where cuts do not line up.
+    No local value on the way is larger than at the larger end, unless cuts do not line up.
     """
     assert src.mesh == dst.mesh and can_reach(src, dst), (src, dst)
     sizes = [common_subdims(*cuts) for cuts in zip(src.dims, dst.dims, type.shape, strict=True)]
@@ -76,7 +76,7 @@ def plan_reshard(src: Sharding, dst: Sharding, type: TensorType) -> tuple[Step, 
 
 
 def _by_whole_dims(src: Sharding, dst: Sharding, type: TensorType, dims: set[int]) -> tuple[Step, ...]:
-    """Steps that join ``dims`` and cut them anew; ranks that are to hold nothing slice last."""
+    """Steps that gather ``dims`` and cut them again; axes that leave some ranks without elements slice last."""
     parts = [without_idle(cut, size) for cut, size in zip(dst.dims, type.shape, strict=True)]
     filled = replace(dst, dims=tuple(cut for cut, _ in parts))
     if filled in (src, dst):
@@ -107,7 +107,7 @@ def move_bytes(src: Sharding, dst: Sharding, type: TensorType) -> int:
 def collectives_of_steps(
     before: Sharding, steps: Sequence[Step], type: TensorType, is_reordered: bool = False
 ) -> Iterator[Collective]:
-    """The collectives among the steps; a permute that puts the devices in order sends all."""
+    """The collectives among the steps. ``is_reordered``: a permute also reorders devices, and sends whole shards."""
     shape = type.shape
     for step in steps:
         if step.kind not in ("view", "shard_slice", "mask_padding"):
@@ -144,7 +144,7 @@ def reshard_plan(
     Args:
         mesh: a Mesh.
         shape: sizes of the whole value.
-        dtype: of torch.
+        dtype: a dtype of torch.
         src: a P, or a Sharding that may be partial. A Sharding may be on a mesh of the same axes with its devices in
             another order.
         dst: the same.
@@ -153,7 +153,7 @@ def reshard_plan(
         The collectives in order, with the bytes that a rank sends.
 
     Raises:
-        ShardingError: where a sharding does not fit the shape, or ``dst`` is partial where ``src`` is not.
+        ShardingError: if a sharding does not fit the shape, or ``dst`` is partial where ``src`` is not.
 
     Examples:
         >>> import torch, shardc
@@ -169,7 +169,7 @@ def reshard_plan(
                             "make dst partial only where src is")  # fmt: skip
     if before.mesh == after.mesh or _is_same_on_devices(before, after.mesh) or _is_same_on_devices(after, before.mesh):
         return tuple(collectives_of_steps(moved, plan_reshard(moved, after, type_), type_))
-    # One step permutes the devices: those before it go by the first mesh, those after by the other.
+    # One step permutes the devices: steps before it are on the first mesh, steps after it on the other.
     is_plain = not any(cut.minor for cut in moved.dims + after.dims)
     if is_plain and moved.is_even(type_.shape) and after.is_even(type_.shape):
         steps = plain_steps(moved, after, type_.shape, reorders=True)
@@ -202,7 +202,7 @@ def _sharding(mesh: Mesh, type: TensorType, spec: P | Sharding, who: str) -> Sha
 
 
 def _is_same_on_devices(sharding: Sharding, other: Mesh) -> bool:
-    """Whether every device holds the same piece, and the same terms, by either mesh."""
+    """Whether every device holds the same piece, and the same summands, on either mesh."""
     parts = [*(cut.all_axes for cut in sharding.dims), sharding.partial_axes]
     places = [{mesh.rank(position): position for position in range(mesh.size)} for mesh in (sharding.mesh, other)]
     return all(
@@ -212,7 +212,7 @@ def _is_same_on_devices(sharding: Sharding, other: Mesh) -> bool:
     )
 
 
-# Where the same axes cut both sides in a row, in chunks of different sizes, neighbours give each other their edges.
+# If the same axes cut both sides in order, in chunks of different sizes, neighbours exchange the edges of their chunks.
 
 
 def has_chunks_in_a_row(src: DimSharding, dst: DimSharding, size: int) -> bool:
@@ -227,7 +227,7 @@ def has_chunks_in_a_row(src: DimSharding, dst: DimSharding, size: int) -> bool:
 
 
 def _rechunked(src: Sharding, dst: Sharding, type: TensorType, dim: int) -> tuple[Step, ...]:
-    """The dim's chunks as on the other side, first of all where that makes them smaller, else last."""
+    """Steps that change the dim's chunks to those of ``dst``: first if that makes them smaller, else last."""
     size, cut = type.shape[dim], dst.dims[dim]
     before, after, count = src.dims[dim].local_size(size), cut.local_size(size), num_shards(cut.axes)
     total = size if ceil_div(size, count) == after else count * after
@@ -240,7 +240,7 @@ def _rechunked(src: Sharding, dst: Sharding, type: TensorType, dim: int) -> tupl
     return (*plan_reshard(src, dst.with_dim(dim, src.dims[dim]), type), Step("rechunk", args, dst, type.shape))
 
 
-# Seeing both sides alike.
+# Common terms for both sides.
 
 
 def common_subdims(src: DimSharding, dst: DimSharding, size: int) -> tuple[int, ...] | None:
@@ -249,7 +249,7 @@ def common_subdims(src: DimSharding, dst: DimSharding, size: int) -> tuple[int, 
         return (size,)
     if WHOLE in (src, dst):
         return tuple(sub for sub, _ in (dst if src == WHOLE else src).subdims(size))
-    marks: Counter[int] = Counter()  # how many elements lie behind each border between two dims
+    marks: Counter[int] = Counter()  # the number of elements that are minor to each border between dims
     for cut in (src, dst):
         marks |= Counter([size, 1, *(math.prod(sub for sub, _ in cut.minor[i:]) for i in range(len(cut.minor)))])
     borders = sorted(marks.elements(), reverse=True)
@@ -273,7 +273,7 @@ def _on_subdims(cut: DimSharding, size: int, sizes: tuple[int, ...]) -> tuple[Di
 
 
 def _apart(src: Sharding, dst: Sharding, sizes: list[tuple[int, ...] | None], fine: list[Sharding]) -> set[int]:
-    """The dims that cannot be seen alike: blocks that do not line up, or an axis in parts that do not."""
+    """The dims without common terms: blocks that do not line up, or an axis in parts that do not."""
     ends = part_ends(part for sharding in fine for part in sharding.used_parts)
     broken = {name for name, at in ends.items() if any(end % start for start, end in pairwise(at))}
     names = [{part.name for part in a.all_axes + b.all_axes} for a, b in zip(src.dims, dst.dims, strict=True)]
@@ -285,9 +285,9 @@ def _whole_at(sharding: Sharding, dims: set[int]) -> Sharding:
 
 
 def _split_uneven(src: Sharding, dst: Sharding, shape: tuple[int, ...], fine: list[Sharding]) -> set[int]:
-    """The dims that change, and are cut unevenly by an axis of which the other side knows parts.
+    """The dims that change and are cut unevenly by an axis that the other side has in parts.
 
-    Chunks of the ceiling by an axis are not those by its parts, one after the other, unless it divides what it cuts.
+    Chunks of ceiling size by an axis differ from those by its parts in turn, unless the axis divides what it cuts.
     """
     ends = part_ends(part for sharding in fine for part in sharding.used_parts)
     dims: set[int] = set()
@@ -304,15 +304,15 @@ def _split_uneven(src: Sharding, dst: Sharding, shape: tuple[int, ...], fine: li
 # The search, on dims on which both cuts are plain.
 
 
-MAX_SPLIT = 4  # axes are split for the sake of a permute only into so many parts in all
-MAX_SPARE = 4  # a dim that does not change is used on the way only with so few parts in play
-MAX_SHARED = 5  # of the parts that neither end uses only so many may cut on the way that all in play are so many
+MAX_SPLIT = 4  # most parts, over all axes, that axes are split into for a permute
+MAX_SPARE = 4  # most parts in play with which an unchanged dim may be cut on the way
+MAX_SHARED = 5  # most parts in play up to which parts that neither end uses are added, though always one
 
 
 def plain_steps(src: Sharding, dst: Sharding, shape: tuple[int, ...], reorders: bool = False) -> Sequence[Step]:
     """The steps between two shardings that are plain on every dim on which they differ.
 
-    ``reorders``: a permute is among them, to be one of devices too, if only one of them.
+    ``reorders``: one step is a permute, which reorders devices too, even if it does nothing else.
     """
     space, atoms, active, ends = search_space(src, dst, shape)
     space = replace(space, reorders=reorders)
@@ -324,7 +324,7 @@ def plain_steps(src: Sharding, dst: Sharding, shape: tuple[int, ...], reorders: 
     unused = [
         part
         for part in unused_parts(src.mesh, src.used_parts + dst.used_parts)
-        if part.size > 1 and part.name != MICROBATCH  # microbatches follow each other: none has what another has
+        if part.size > 1 and part.name != MICROBATCH  # microbatches run in turn, so they cannot share a value
     ]
     if not unused or not may_be_shared(space, path):
         return steps
@@ -336,7 +336,7 @@ def plain_steps(src: Sharding, dst: Sharding, shape: tuple[int, ...], reorders: 
     others = list(steps_of(shared.moves, space, atoms, active, src, shape))
 
     def cost(steps: Sequence[Step]) -> int:
-        """Elements that one rank sends, padding included, and for each collective some part of the larger end."""
+        """Elements that one rank sends, padding included, and a part of the larger end for each collective."""
         shapes = [src.local_shape(shape), *(step.sharding.local_shape(step.shape) for step in steps)]
         latency = max(math.prod(shapes[0]), math.prod(shapes[-1])) // LATENCY
         return sum(sent + latency for at, step in zip(shapes, steps, strict=False) if (sent := wire_numel(step, at)))
@@ -347,10 +347,10 @@ def plain_steps(src: Sharding, dst: Sharding, shape: tuple[int, ...], reorders: 
 def search_space(
     src: Sharding, dst: Sharding, shape: tuple[int, ...], is_wide: bool = False
 ) -> tuple[Space, Axes, list[int], dict[str, list[int]]]:
-    """Where a search goes: the space, its atoms as axis parts, the dims in play and where axes are split.
+    """The space of a search, its atoms as axis parts, the dims in play, and the places where axes are split.
 
-    Axes are split at the ends of both sides' parts, and so that axes that trade places are of one size. ``is_wide``: a
-    dim that does not change is in play too, and an axis may cut it on the way.
+    Axes are split at the ends of both sides' parts, and so that axes that trade places have one size. An unchanged dim
+    is in play if the target's atoms divide it. ``is_wide``: if all atoms do, so that any may cut it on the way.
     """
     ends = fine = part_ends(src.used_parts + dst.used_parts)
     if all(src.dims[i] == dst.dims[i] for i in _uneven_dims(src, dst, shape)):
@@ -363,7 +363,7 @@ def search_space(
     atoms = tuple(sorted(in_play, key=lambda part: (src.mesh.axis_names.index(part.name), part.pre)))
     active = [i for i in range(len(shape)) if start[i] or target[i]]
     new = atoms if is_wide else sum(target, ())
-    if new and len(atoms) <= MAX_SPARE:  # a dim that does not change, on which the new cuts can wait
+    if new and len(atoms) <= MAX_SPARE:  # an unchanged dim, on which the new cuts can wait
         same = [i for i, cut in enumerate(dst.dims) if i not in active and cut == src.dims[i] and not cut.minor]
         spare = [i for i in same if dst.dims[i].local_size(shape[i]) % num_shards(new) == 0]
         active = sorted(active + spare[:1])
@@ -422,7 +422,7 @@ def _uneven_dims(src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> set[in
 
 
 def _uneven_pair(src: tuple[Axes, ...], dst: tuple[Axes, ...]) -> AxisPart | None:
-    """A part that cannot trade places with parts of the other side as it is: the major piece that could."""
+    """The major piece of a part that cannot itself trade places with parts of the other side, while the piece can."""
     for ours, theirs in zip(src, dst, strict=True):
         while ours and theirs and ours[0].size == theirs[0].size:
             ours, theirs = ours[1:], theirs[1:]
@@ -436,7 +436,7 @@ def _uneven_pair(src: tuple[Axes, ...], dst: tuple[Axes, ...]) -> AxisPart | Non
 
 
 def _rest(src: Sharding, dst: Sharding, ends: dict[str, list[int]]) -> tuple[tuple[Axes, ...], tuple[Axes, ...]]:
-    """What cuts each dim on either side, without what both have in common at the major end."""
+    """The axes that cut each dim on either side, without those that both share at the major end."""
     rests: list[tuple[Axes, Axes]] = []
     for a, b in zip(src.dims, dst.dims, strict=True):
         ours, theirs = (split_parts(a.axes, ends), split_parts(b.axes, ends)) if a != b else ((), ())
@@ -447,13 +447,13 @@ def _rest(src: Sharding, dst: Sharding, ends: dict[str, list[int]]) -> tuple[tup
 
 
 def _closing(src: Sharding, dst: Sharding, ends: dict[str, list[int]]) -> Axes:
-    """The parts whose reduction is to be done."""
+    """The parts over which a reduction is still to be done."""
     still = split_parts(dst.partial_axes, ends)
     return tuple(part for part in split_parts(src.partial_axes, ends) if part not in still)
 
 
 def _joined_slices(moves: tuple[Move, ...], loose: frozenset[int]) -> Iterator[Move]:
-    """The moves, with neighbouring slices of one dim as one, where the dim is cut evenly."""
+    """The moves, with consecutive slices of one dim joined if the dim is cut evenly."""
     waiting: dict[int, Move] = {}
     for move in moves:
         if move.kind == "shard_slice":

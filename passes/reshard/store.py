@@ -1,4 +1,4 @@
-"""store: agreed -> agreed. Between uses a parameter is cut over one axis more than it is computed with (ZeRO).
+"""store: agreed -> agreed. Between uses a parameter is cut over more axes than it is computed with (ZeRO).
 
 It is resharded where it is used, and its gradient arrives in the stored sharding::
 
@@ -6,19 +6,19 @@ It is resharded where it is used, and its gradient arrives in the stored shardin
     y = dot(x, w, "a b, b c -> a c")       ->     g: f32[64, 256@tp] = reshard(w);  y = dot(x, g, "a b, b c -> a c")
     d: f32[64, 256@tp] = reshard(p)               d: f32[64@dp, 256@tp] = reshard(p)
 
-Stage 3 has a reshard of its own for backward, so that nothing gathered is saved. In a pipeline it has one for both: a
-stage would run both before its first microbatch, as no microbatch changes a parameter, and keep both results to the
-last one's backward. One for each microbatch could be freed, but would be sent as often. The copy of a stage that is
-offloaded goes to the host with the stage. Stages 1 and 2 have one reshard, in the phase ``update``. What it makes is a
-result of the program, which the runtime keeps until a parameter is written.
+Stage 3 has a separate reshard for backward, so that no gathered parameter is saved. In a pipeline one reshard serves
+forward and backward. Two would both run before the first microbatch, as no microbatch changes a parameter, and both
+results would be kept until the last backward. The result of a reshard for each microbatch could be freed, but would be
+sent again for each. The copy of an offloaded stage goes to the host with the stage. Stages 1 and 2 have one reshard, in
+the phase ``update``. Its result is a result of the program, which the runtime keeps until a parameter is written.
 
-Where ``Zero`` tells fast axes from slow ones, a reshard is two, with a sharding between them that the fast axes alone
-cut. So the slow ones gather a piece, which is saved for backward, and add up a piece::
+If ``Zero`` tells fast axes from slow ones, each reshard becomes two, with a sharding between them that only the fast
+axes cut. So the slow axes gather only a piece, which is saved for backward, and add up only a piece::
 
     w: f32[64@dp+node]                            h: f32[(2 32@node)] = reshard(w)        # forward, over dp
     g: f32[64] = reshard(w)                ->     g: f32[64] = reshard(h);  b: f32[64] = reshard(h)
 
-Invariant: every op but the reshards computes on the shardings that it had.
+Invariant: every op except reshards keeps its shardings.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .insert_reshards import insert_reshard
 
 
 def store(program: Program) -> Program:
-    """The program with parameters stored as ``Zero`` and cast as ``Precision`` says; the same without them."""
+    """The program with parameters stored as ``Zero`` and cast as ``Precision`` says; unchanged without them."""
     zero, precision = program.options.zero, program.options.precision
     if zero is None and precision is None:
         return program
@@ -55,7 +55,7 @@ def store(program: Program) -> Program:
             sharding = program.sharding(node)
             storer.store(entry.name, node, stored_sharding(entry.type, sharding, axes))
     for output, result in zip(program.outputs, program.results, strict=True):
-        if result is not None and output.kind == "gradient":  # is cast and reduced as soon as it is computed
+        if result is not None and output.kind == "gradient":  # cast and reduce it as soon as it is computed
             for before, node in pairwise(reversed(casts_behind(result, reshard))):
                 if before.op != "placeholder":
                     before.append(node)
@@ -63,11 +63,11 @@ def store(program: Program) -> Program:
 
 
 def stored_sharding(type_: TensorType, sharding: Sharding, axes: Axes, from_last: bool = False) -> Sharding:
-    """The sharding with one dim cut by ``axes`` too: the first that divides, else the first that is long enough.
+    """The sharding with one dim cut by ``axes`` too: the first that they divide, else the first that is long enough.
 
-    Dims that nothing cuts come first; ``from_last``: of these the last one. Several axes cut a dim each where none is
-    long enough for all. The same where the axes cut the value already, or no dim is long enough, or no DTensor could
-    hold the shards.
+    Dims that nothing cuts come first; ``from_last``: of these the last one. If no dim is long enough for all axes, each
+    axis cuts a dim of its own. The sharding is unchanged if the axes already cut the value, if no dim is long enough,
+    or if no DTensor could hold the shards.
     """
     cutting = {part.name for part in sharding.cut_axes}
     axes = tuple(axis for axis in axes if axis.size > 1 and axis.name not in cutting)
@@ -76,7 +76,7 @@ def stored_sharding(type_: TensorType, sharding: Sharding, axes: Axes, from_last
     shape, dims = type_.shape, list(enumerate(sharding.dims))[:: -1 if from_last else 1]
 
     def fitting() -> Iterator[Sharding]:
-        """The possible shardings, one by one: each size that is compared limits for which sizes a program holds."""
+        """The possible shardings, one by one: each size that is compared limits the sizes a program is valid for."""
         for dim, cut in sorted(dims, key=lambda pair: bool(pair[1].axes)):
             if not cut.minor and cut.local_size(shape[dim]) >= num_shards(axes):
                 further = sharding.with_dim(dim, DimSharding((*cut.axes, *axes)))
@@ -92,9 +92,9 @@ def stored_sharding(type_: TensorType, sharding: Sharding, axes: Axes, from_last
 
 
 def halfway(type_: TensorType, stored: Sharding, zero: Zero) -> Sharding | None:
-    """The sharding of a stored parameter that was gathered over the slow axes.
+    """The sharding of a stored parameter after it is gathered over the slow axes.
 
-    None where slow axes alone cut it, or fast axes alone, or where slow axes cut a dim unevenly.
+    None if only slow or only fast axes cut it, or if slow axes cut a dim unevenly.
     """
     cutting = {part.name for part in stored.cut_axes}
     slow = cutting.intersection(zero.slow_axes)
@@ -112,9 +112,10 @@ def halfway(type_: TensorType, stored: Sharding, zero: Zero) -> Sharding | None:
 
 
 class _Storer:
-    """Changes how parameters are stored.
+    """Changes the storage of parameters.
 
-    ``order``: of the nodes of the graph as it was. ``gradients``: which result is the gradient of an input.
+    ``order``: the places of nodes in the graph before any change. ``gradients``: the index of each input's gradient
+    among the results.
     """
 
     def __init__(self, program: Program, zero: Zero | None) -> None:
@@ -127,7 +128,7 @@ class _Storer:
         self.first_call = next(node for node in calls if not (is_cast(node) and operand(node) in parameters))
 
     def store(self, name: str, node: fx.Node, stored: Sharding) -> None:
-        """Store a parameter and its gradient in another sharding; a narrower copy for computing is kept."""
+        """Store a parameter and its gradient in another sharding, and keep a narrower copy for computing."""
         program, computed = self.program, self.program.sharding(node)
         copy = cast = self._narrower(node)
         if stored == computed and cast is None:
@@ -152,7 +153,7 @@ class _Storer:
             program.output_node.args = ((*program.results, copy),)
 
     def _narrower(self, node: fx.Node) -> fx.Node | None:
-        """The cast to fewer bytes that alone reads a parameter, if there is one. It becomes the first call."""
+        """The cast to fewer bytes that is a parameter's only reader, or None. It becomes the first call."""
         cast = next(iter(node.users), None)
         if cast is None or len(node.users) > 1 or not is_cast(cast):
             return None
@@ -163,15 +164,15 @@ class _Storer:
         return cast
 
     def _set_origins(self, node: fx.Node, origin: Origin, why: StorageChange) -> None:
-        """The origin of the option's axes on a value."""
+        """Set the origin of the option's axes on a value."""
         added = dict.fromkeys(why.axes, origin)
         self.program.set_origins(node, ({**self.program.origin(node), **added},))
 
     def _gather(self, node: fx.Node, between: Sharding | None, why: StorageChange) -> fx.Node | None:
-        """Reshard a stored value for its users: in stages 1 and 2 once for all, which is returned; in stage 3 by group.
+        """Reshard a stored value for its users: in stages 1 and 2 once, which is returned; in stage 3 once for a group.
 
-        The users of a phase are a group of stage 3, or all in a pipeline, where microbatches follow each other. What
-        stands ``between`` is made once for all groups.
+        A group is all users in one phase, or in a pipeline, where microbatches run in turn, all users. The value in the
+        sharding ``between`` is made once for all groups.
         """
         program, users = self.program, sorted(node.users, key=self.order.__getitem__)
         if self.stage < 3:
@@ -193,7 +194,7 @@ class _Storer:
         return resharded if self.stage < 3 else None
 
     def _store_gradient(self, node: fx.Node, between: Sharding | None, why: StorageChange) -> None:
-        """Return a gradient as its parameter is stored: from the reshard that reduces it, or from another.
+        """Return a gradient in its parameter's stored sharding, by the reshard that reduces it or by another.
 
         Casts after that reshard run on the stored sharding too.
         """
@@ -222,7 +223,7 @@ class _Storer:
             self._set_origins(each, origin.through(f"the gradient {why.name}", (value.name, 0)), why)
 
     def _add_within(self, node: fx.Node, between: Sharding) -> None:
-        """Add up a gradient over the fast axes before the reshard that does so over the slow ones."""
+        """Add up a gradient over the fast axes before the reshard that adds it up over the slow ones."""
         assert self.zero is not None
         value = operand(node)
         partial = self.program.sharding(value).partial
