@@ -1,1 +1,1 @@
-"""Runtimes: a localized program run on virtual ranks or on torch.distributed."""
+"""Runtimes: run a localized program on virtual ranks or on torch.distributed."""

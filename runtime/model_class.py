@@ -19,14 +19,14 @@ from .module.runtime import ModuleRuntime
 
 
 def module_of(kind: type[ParallelModule], runtime: ModuleRuntime) -> ParallelModule:
-    """The parallel module that a runtime runs, of a subclass of its model's class."""
+    """The parallel module of a runtime; its class is a subclass of the model's."""
     cls: type[ParallelModule] = _class_of(kind, type(runtime.model))  # type: ignore[arg-type]
     return cls.of(runtime)
 
 
 @functools.cache
 def _class_of(kind: Any, model: Any) -> Any:
-    """A subclass of both under the name of the model's class, as transformers writes it to ``config.json``."""
+    """A subclass of both classes with the name of the model's, which transformers writes to ``config.json``."""
     body: dict[str, Any] = {"__slots__": (), "__module__": model.__module__, "__qualname__": model.__qualname__}
     body |= {"forward": _Forward(model), MODEL: model}
     if callable(getattr(model, "generate", None)):
@@ -43,9 +43,9 @@ def _class_of(kind: Any, model: Any) -> Any:
 
 
 class _Forward:
-    """The forward of a class of parallel modules: it runs the model, whose signature and docstring it has.
+    """The forward of a class of parallel modules: runs the model, and has the signature and docstring of its forward.
 
-    One that is set on a module stands for it there; it is not the model's, which is captured.
+    A forward that is set on a module replaces it for that module, and leaves the model's own, which is captured.
     """
 
     def __init__(self, model: type[nn.Module]) -> None:

@@ -43,7 +43,7 @@ RUNNERS: dict[str, Callable[[Program, Comm], Runner]] = {"eager": Executor, "ind
 def making_together(
     mesh: Any, runtime: str, model: Any, asked: Mapping[str, Any]
 ) -> AbstractContextManager[Meeting | None]:
-    """Make a module in the block with all other ranks of the mesh, which were asked the same; alone on virtual ranks.
+    """Context in which all ranks of the mesh make a module together, with equal arguments; alone on virtual ranks.
 
     Starts the job's process group if torchrun has started this process.
     """
@@ -55,7 +55,7 @@ def making_together(
 def groups_of(
     mesh: Any, runtime: str, model: Any, annotations: Any, make_options: Callable[[], Options], asked: Mapping[str, Any]
 ) -> Groups:
-    """The groups of the option ``local``, once all ranks have compared what they are asked.
+    """The groups of the option ``local``, once all ranks have compared their arguments.
 
     Each group then makes a module of its own, on its own mesh.
     """
@@ -75,13 +75,13 @@ def parallel_module(
     model: nn.Module, mesh: Any, compile_fn: CompileFn, runtime: str, backend: str, options: Options, initial: str,
     is_compiled_soon: bool, check: str, meeting: Meeting | None, values: Mapping[str, Value] | None = None,
 ) -> ParallelModule:  # fmt: skip
-    """The parallel module of a model; a ShardingError for an unknown or unsupported option.
+    """The parallel module of a model. Raises a ShardingError for an unknown or unsupported option.
 
     ``mesh``: a Mesh runs on virtual ranks, a DeviceMesh on torch.distributed, unless ``runtime`` says otherwise.
-    ``backend`` runs the program: ``eager`` or ``inductor``. ``options``: of every compilation. ``initial``: whose
-    values the ranks of a job start from. ``is_compiled_soon``: a call is about to be compiled, which places parameters.
-    ``check``: the calls in which the inputs of all ranks are compared. ``meeting``: of the ranks that make the module
-    together. ``values``: of parameters and buffers, in place of the model's.
+    ``backend``: runs the program, ``eager`` or ``inductor``. ``options``: those of every compilation. ``initial``: the
+    source of the initial values of the ranks of a job. ``is_compiled_soon``: whether a call is about to be compiled,
+    which places parameters. ``check``: the calls that compare the inputs of all ranks. ``meeting``: that of the ranks
+    that make the module together. ``values``: values of parameters and buffers, in place of the model's.
     """
     known_options: list[tuple[str, str, Iterable[str]]] = [
         ("runtime", runtime, RUNTIMES), ("compile", backend, RUNNERS), ("initial", initial, INITIAL),
@@ -118,7 +118,7 @@ def parallel_module(
         lines = making_lines(mesh, {**meeting.asked, **further})
         gate = meeting.meet(type(model).__name__, "\n".join(lines))
         gate.batches = BatchCheck(check)
-    options.check(Mesh.of(mesh))  # after the meeting, which finds ranks of different meshes
+    options.check(Mesh.of(mesh))  # after the meeting, which detects ranks with different meshes
     if runtime == "distributed" and isinstance(mesh, Mesh):
         mesh = make_device_mesh(mesh, device.type)
     if runtime == "virtual":
@@ -138,7 +138,7 @@ def _module(
     mesh: Any, options: Options, device: torch.device, runner: Callable[[Program, Comm], Runner],
     model: nn.Module, compile_fn: CompileFn, further: tuple[str, bool, Gate | None, Mapping[str, Value] | None],
 ) -> ParallelModule:  # fmt: skip
-    """A module on a mesh, with a pipeline or without. ``further``: the last arguments of its runtime."""
+    """The module on a mesh, with or without a pipeline. ``further``: the last arguments of its runtime."""
     if options.pipeline is None:
         conversion: Conversion = conversion_on(mesh, device, options.zero)
         return module_of(ParallelModule, ModuleRuntime(model, conversion, compile_fn, runner, *further))

@@ -24,8 +24,9 @@ from .pipeline.runner import PipelineRunner
 def simulate(program: Program, inputs: Values, comm: Comm | None = None) -> list[Tensor | None]:
     """Run a localized program on all virtual ranks, with whole tensors in and out.
 
-    ``inputs`` are parallel to the program's inputs, results to its outputs, None where there is none. Replicas must
-    agree bit for bit: else an AssertionError names the value. ``comm`` counts what each rank sends.
+    ``inputs`` are in the order of the program's inputs, results in that of its outputs; an absent value is None.
+    Replicas must agree bit for bit: else an AssertionError names the value. ``comm`` counts the bytes that each rank
+    sends.
     """
     assert program.level == "localized" and program.mesh is not None, program.level
     pieces, has_stages = cut_inputs(program, inputs), program.options.pipeline is not None
@@ -42,7 +43,7 @@ def simulate(program: Program, inputs: Values, comm: Comm | None = None) -> list
 
 
 def _stage_mesh(mesh: Mesh) -> Mesh:
-    """The mesh of one stage of a pipeline: all axes of the program's mesh but that of microbatches."""
+    """The mesh of one pipeline stage: the program's mesh without the axis of microbatches."""
     return Mesh(device_ids=None, **{name: size for name, size in mesh.sizes.items() if name != MICROBATCH})
 
 

@@ -1,1 +1,1 @@
-"""What the ranks of a job must have equal, compared over a process group of its own."""
+"""Agreement: the ranks of a job compare everything that must be equal, over a process group of its own."""

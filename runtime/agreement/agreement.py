@@ -21,20 +21,21 @@ from ..comm.failure import announce, own_group, waiting
 
 AGREEMENT = "the agreement of all ranks"
 HEAD = 4  # bytes of the length of a message
-FRAME = 256  # bytes of a message that goes in one round, with its length
+FRAME = 256  # bytes of a message that one round can send, with its length
 FAILED = 2**32 - 1  # in place of a length: the rank has failed, and its message follows
 PAGE = 4096  # bytes of the message of a rank that has failed
-Doing = Callable[[], str] | None  # what a rank is about to do, as ``calls forward of GPT``
-PATIENCE = 3.0  # seconds that it waits for the other ranks
+Doing = Callable[[], str] | None  # what a rank is about to do, such as ``calls forward of GPT``
+PATIENCE = 3.0  # seconds that a failed rank waits for the others to read its message
 
 
 class Agreement:
-    """Lets all ranks of a mesh exchange messages. ``ranks``: theirs in the job, in order.
+    """Lets all ranks of a mesh exchange messages. ``ranks``: their numbers in the job, in order.
 
-    The group is gloo's, on every device: no message can pair with a collective of a program or of the user, and none
-    waits for an accelerator. It has the timeout of the job. ``purpose``: what the group is for; each has its own.
-    ``who``: the users of the group, for errors. ``num_modules``: modules made on these ranks so far, and copies by the
-    number of a module. ``num_meetings``: how often a module was to be made.
+    The group uses gloo on every device: no message can pair with a collective of a program or of the user, and none
+    waits for an accelerator. It has the timeout of the job. ``purpose``: what the group is for; each purpose has a
+    group of its own. ``who``: the users of the group, for errors. ``num_modules``: under ``""`` the number of modules
+    made on these ranks so far, under a module's number that of its copies. ``num_meetings``: the number of attempts to
+    make a module.
     """
 
     def __init__(self, ranks: Sequence[int], purpose: str = "agreement", who: str = AGREEMENT) -> None:
@@ -43,12 +44,12 @@ class Agreement:
         self.num_modules = Counter[str]()
         self.num_meetings = 0
         self._frames = _Frames(FRAME, len(self.ranks))
-        self._told: list[Any] = []  # works of ``tell`` that may not have ended, with their memory
+        self._told: list[Any] = []  # sends of ``tell`` that may still be under way, with their memory
         announce(self)
 
     @property
     def process_groups(self) -> list[Any]:
-        """The one that this process may wait on, once it is made."""
+        """The group that this process may wait on; empty before it is made."""
         return [self.group] if self.is_connected else []
 
     @property
@@ -66,7 +67,7 @@ class Agreement:
         return own_group(self.purpose, self.ranks, self.who)
 
     def exchange(self, data: bytes, doing: Doing = None) -> list[bytes]:
-        """The bytes that every rank passes to this call, in the order of ``ranks``.
+        """All-gather ``data``: return the bytes that every rank passes, in the order of ``ranks``.
 
         One round for up to 252 bytes, else two. Raises a RankError if another rank has failed on its way here, and a
         CommunicationError if one is gone, or after the job's timeout. ``doing``: what this rank is about to do.
@@ -84,7 +85,7 @@ class Agreement:
     def tell(self, error: Exception) -> None:
         """Let the other ranks know that this one has failed: their next exchange raises a RankError.
 
-        Waits for them some seconds at most. If they are gone there is nobody to tell.
+        Waits for them a few seconds at most, and ignores errors, which mean that they are gone.
         """
         message = error_line(error).encode()
         page = (message if len(message) <= PAGE else message[: PAGE - 3] + b"...").ljust(PAGE, b"\0")
@@ -99,13 +100,13 @@ class Agreement:
         self._told = [(work, frames) for work, frames in self._told if not work.is_completed()]
 
     def _failure(self, index: int, doing: Doing) -> RankError:
-        """The error for a rank that has failed, with the message that it sends."""
+        """Receive the message of a rank that has failed, and return the error for it."""
         page = self._gather(_Frames(PAGE, len(self.ranks)), b"")[index]
         message = page.rstrip(b"\0").decode(errors="replace")
         return failure(self.ranks[index], message, doing() if doing else "")
 
     def _gather(self, frames: _Frames, data: bytes, doing: Doing = None) -> list[bytes]:
-        """The frames of all ranks; every wait of an agreement is here."""
+        """All-gather the frames of all ranks. All waits of an agreement are here."""
         frames.sent[: len(data)] = data
         with waiting(lambda: f"{self.who} before this rank {doing()}" if doing else self.who, self.ranks):
             while self._told:
@@ -116,13 +117,13 @@ class Agreement:
 
 
 def failure(rank: int, message: str, doing: str) -> RankError:
-    """The error for a rank that has failed, on a rank that is doing something."""
+    """The error that a rank raises because another one has failed. ``doing``: what this rank is about to do."""
     problem = f"this rank {doing}, and cannot go on alone" if doing else "this rank cannot go on alone"
     return RankError(f"rank {rank} failed", message.replace("\n", "\n  "), problem, f"mend what rank {rank} reports")
 
 
 class _Frames:
-    """Memory for one message of each rank, which torch sees as tensors."""
+    """Buffers for one message of each rank, viewed as tensors."""
 
     def __init__(self, size: int, count: int) -> None:
         self.sent, self.received = bytearray(size), bytearray(size * count)
@@ -141,8 +142,8 @@ def agreement_on(device_mesh: DeviceMesh) -> Agreement | None:
 def agreement_of(ranks: Sequence[int]) -> Agreement | None:
     """The agreement of these ranks; None for a single rank, and for a job of fake processes.
 
-    All modules on the same ranks share one, so that calls in another order on one rank meet, and are seen to differ. It
-    lives as long as the job's default process group.
+    All modules on the same ranks share one, so that calls made in another order on one rank meet here and raise an
+    error. It lives as long as the job's default process group.
     """
     job = dist.group.WORLD
     if len(ranks) == 1 or job is None or dist.get_backend() == "fake":

@@ -1,4 +1,4 @@
-"""The plain inputs of a call, which are the whole batch: their checksums, which must be equal on all ranks."""
+"""Checksums of the plain inputs of a call. These are the whole batch, so all ranks must have the same."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Batch:
 
     @property
     def digest(self) -> bytes:
-        """A digest of them; empty if there are none."""
+        """A digest of the checksums; empty if there are none."""
         if not self.numbers:
             return b""
         return hashlib.blake2b(repr(self.numbers).encode(), digest_size=WIDE_DIGEST).digest()
@@ -36,12 +36,12 @@ class Batch:
 
 
 class BatchCheck:
-    """Says with which entry of a module the inputs of which call are compared.
+    """Chooses the calls whose inputs are compared, and the entries of the module that compare them.
 
-    ``mode``: in the first call of each request, in every call, or never. Inputs on an accelerator are compared in the
-    entry after that of their call, which is backward's, so that the host does not wait for them at the start of a step;
-    in the first call of a request it does. State: ``_known``, the requests so far; ``_batch``, for the next entry;
-    ``_late``, for the one after it: names, and their checksums on their way to the host.
+    ``mode``: compare in the ``first`` call of each request, ``always``, or ``never``. Inputs on an accelerator are
+    compared one entry after that of their call, in backward's, so that the host does not wait for them at the start of
+    a step; in the first call of a request it does. State: ``_known``, the requests so far; ``_batch``, the checksums
+    for the next entry; ``_late``, those for the entry after it: names, and checksums on their way to the host.
     """
 
     def __init__(self, mode: str) -> None:
@@ -50,7 +50,7 @@ class BatchCheck:
         self._late: tuple[list[str], Tensor, Any] | None = None
 
     def note(self, inputs: Sequence[tuple[str, Tensor]], request: bytes) -> None:
-        """A call is about to enter with these inputs, DTensors among them."""
+        """Note the inputs of a call that is about to enter; DTensors among them are not compared."""
         self._batch = self._arrived()
         is_first = request not in self._known
         self._known.add(request)
@@ -68,12 +68,12 @@ class BatchCheck:
         self._late = names, on_host, torch.get_device_module(device).current_stream(device).record_event()
 
     def take(self, is_forward: bool) -> Batch:
-        """The batch that goes with an entry."""
+        """Take the checksums that the next entry compares."""
         batch, self._batch = self._batch, Batch({})
         return batch if is_forward or batch.numbers else self._arrived()
 
     def _arrived(self) -> Batch:
-        """The checksums that were on their way to the host."""
+        """Wait for the checksums on their way to the host, and return them."""
         if self._late is None:
             return Batch({})
         (names, on_host, event), self._late = self._late, None

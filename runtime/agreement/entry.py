@@ -1,4 +1,4 @@
-"""An entry: what a rank is about to do when it comes to collectives, as a message of fixed size."""
+"""An entry: a message of fixed size that says what a rank is about to do before it runs collectives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WHOLE = 2**64 - 1
 
 
 class Kind(IntEnum):
-    """The places at which a rank comes to collectives."""
+    """The actions of a rank that lead to collectives."""
 
     CONSTRUCT = 1
     COMPILE = 2
@@ -29,7 +29,7 @@ class Kind(IntEnum):
 
 
 class Flag(IntEnum):
-    """A yes or no that must be equal on all ranks that can tell."""
+    """A yes or no that must be equal on all ranks that know it."""
 
     NO = 0
     YES = 1
@@ -38,13 +38,13 @@ class Flag(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a rank is about to do, and with what.
+    """The action that a rank is about to take, with its operands.
 
     ``module``: a digest of the module's number and name. ``call``: the number of a forward call. ``request``: a digest
-    of what was asked: shapes, flags, options. ``program``: the digest of the program that is to run; empty if it must
-    be compiled. ``is_changed``: in forward, whether parameters were written since the last one; in backward, whether
-    there are gradients already. ``gathers``: whether stored parameters are to be gathered; all ranks gather if one
-    does. ``batch``: a checksum of plain inputs, if they are compared.
+    of the arguments: shapes, flags, options. ``program``: the digest of the program to run; empty if it must be
+    compiled. ``is_changed``: in forward, whether parameters were written since the last one; in backward, whether there
+    are gradients already. ``gathers``: whether stored parameters must be gathered; all ranks gather if one must.
+    ``batch``: a digest of the checksums of plain inputs, if they are compared.
     """
 
     kind: Kind
@@ -59,7 +59,7 @@ class Entry:
     gathers: bool = False
 
     def pack(self) -> bytes:
-        """The entry as bytes, of the same number for every entry."""
+        """The entry as bytes; all entries have the same size."""
         return _FORMAT.pack(
             self.kind, self.is_changed, self.gathers, bool(self.program), self.module, self.call,
             self.request, self.program, self.batch, self.seed & _WHOLE, self.step & _WHOLE,
@@ -67,7 +67,7 @@ class Entry:
 
     @staticmethod
     def unpack(data: bytes) -> Entry:
-        """The entry of these bytes; digests are as long as they can be."""
+        """The entry packed in ``data``; its digests are padded with zero bytes to their full size."""
         kind, changed, gathers, compiled, module, call, request, program, batch, seed, step = _FORMAT.unpack(data)
         program = program if compiled else b""
         return Entry(Kind(kind), module, call, request, program, batch, seed, step, Flag(changed), bool(gathers))

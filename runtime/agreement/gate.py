@@ -14,9 +14,9 @@ from .agreement import Agreement
 from .batch import BatchCheck
 from .entry import DIGEST, Entry, Flag, Kind
 
-Texts = Mapping[str, Callable[[], str]]  # what a digest of an entry stands for, by the field of the entry
+Texts = Mapping[str, Callable[[], str]]  # the text behind each digest of an entry, by the field of the entry
 MODULE_DIGEST = 8
-COMMENT = "\t"  # what follows it in a line is shown, and not compared
+COMMENT = "\t"  # the rest of a line after it is shown, but not compared
 NOTHING = "nothing in its place"
 LONGEST = 200  # characters of a line that are shown
 WITH_BATCH = (Kind.FORWARD, Kind.BACKWARD)  # entries that compare inputs
@@ -39,7 +39,7 @@ DOES = {
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """What all ranks know once they have passed: whether one of them must ``compile``, or gather its parameters."""
+    """The result of passing, equal on all ranks: whether one of them must compile, or gather its parameters."""
 
     compiles: bool
     gathers: bool
@@ -48,7 +48,7 @@ class Passed:
 class Gate:
     """The gate of one module. ``key``: its number among the modules on these ranks; ``calls``: forward calls so far.
 
-    A call counts once all ranks have agreed on it, so that the count is equal on all of them after an error, too.
+    A call counts once all ranks have agreed on it, so that the count is equal on all of them even after an error.
     """
 
     def __init__(self, agreement: Agreement, name: str, key: str) -> None:
@@ -57,16 +57,17 @@ class Gate:
         self.digest = digest(f"{key} {name}", MODULE_DIGEST)
 
     def of_copy(self) -> Gate:
-        """The gate of a copy of the module, whose number is the next among its copies."""
+        """The gate of a copy of the module, numbered in the order in which copies are made."""
         self.agreement.num_modules[self.key] += 1
         gate = Gate(self.agreement, self.name, f"{self.key}.{self.agreement.num_modules[self.key]}")
         gate.batches = BatchCheck(self.batches.mode)
         return gate
 
     def enter(self, entry: Entry, texts: Texts | None = None) -> Passed:
-        """Pass together with all other ranks. A ShardingError on every rank if their entries differ.
+        """Pass together with all other ranks.
 
-        A RankError if another rank has failed on its way here. ``texts``: for a message, what a digest stands for.
+        Raises a ShardingError on every rank if their entries differ, and a RankError if another rank has failed on its
+        way here. ``texts``: the texts behind digests, for error messages.
         """
         batch = self.batches.take(entry.kind == Kind.FORWARD) if entry.kind in WITH_BATCH else None
         if batch is not None and batch.numbers:
@@ -82,13 +83,13 @@ class Gate:
         return Passed(not all(each.program for each in entries), any(each.gathers for each in entries))
 
     def compare_result(self, result: str) -> None:
-        """Compare what an op that a program depends on has found: all ranks must go on with one program."""
+        """Compare the result of an op on which the choice of the program depends: all ranks must run the same one."""
         entry = Entry(Kind.GUARD, self.digest, request=digest(result))
         self.enter(entry, {"request": lambda: f"result: {result}"})
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """Let the other ranks know of an error in the block: they raise it where they enter next."""
+        """Tell the other ranks of an error in the block: they raise it when they enter next."""
         try:
             yield
         except RankError:  # all ranks know
@@ -98,12 +99,12 @@ class Gate:
             raise
 
     def doing(self, entry: Entry) -> str:
-        """``calls forward of GPT (call 4)``; the module's number too, unless it is the first."""
+        """The action as text, ``calls forward of GPT (call 4)``; with the module's number unless it is the first."""
         numbers = [f"module {self.key}"] * (self.key != "1") + [f"call {entry.call}"] * (entry.call > 0)
         return DOES[entry.kind].format(f"{self.name} ({', '.join(numbers)})" if numbers else self.name)
 
     def _refusal(self, difference: Difference, pair: tuple[int, int], own: Entry, texts: Texts) -> ShardingError:
-        """The error for entries that differ; both ranks of the pair send what they have."""
+        """The error for entries that differ; both ranks of the pair send their texts to all."""
         text = self.doing(own) if difference.name == "place" else ""
         if difference.name in texts and self.agreement.index in pair:
             text = texts[difference.name]()
@@ -118,11 +119,11 @@ def digest(text: str, size: int = DIGEST) -> bytes:
 
 
 def first_difference(texts: Sequence[str]) -> tuple[str, str]:
-    """The first line in which two texts differ, as each of them has it."""
+    """The first line in which two texts differ, in the version of each."""
     lines = [{line.partition(COMMENT)[0]: line for line in text.splitlines()} for text in texts]
     pairs = zip_longest(*lines, fillvalue=NOTHING)
     one, other = next(((one, other) for one, other in pairs if one != other), (NOTHING, NOTHING))
-    if one in lines[1] and other not in lines[0]:  # the other has a line more
+    if one in lines[1] and other not in lines[0]:  # the other text has an additional line
         one = NOTHING
     elif other in lines[0] and one not in lines[1]:
         other = NOTHING
@@ -132,7 +133,7 @@ def first_difference(texts: Sequence[str]) -> tuple[str, str]:
 
 
 def _shown(line: str, at: int) -> str:
-    """A line and its comment; of a long line what is near the character ``at``."""
+    """A line and its comment; a long line is cut to the part around the character ``at``."""
     text, _, comment = line.partition(COMMENT)
     start = max(0, min(at - LONGEST // 2, len(text) - LONGEST))
     cut = text[start : start + LONGEST]
@@ -142,10 +143,10 @@ def _shown(line: str, at: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A part of entries that must be equal: ``value`` of an entry, None where the rank cannot tell.
+    """A part of entries that must be equal: ``value`` of an entry, None if the rank does not know it.
 
-    ``problem`` and ``remedy`` say what is wrong if it differs. ``has_lines``: ranks send many lines, of which the first
-    that differs is shown; else a phrase, of which ``reason`` knows the likely cause.
+    ``problem`` and ``remedy``: the error's texts if it differs. ``has_lines``: whether ranks send many lines, of which
+    the first that differs is shown; else they send a phrase each. ``reason``: the likely cause, given both texts.
     """
 
     name: str
@@ -157,12 +158,12 @@ class Difference:
     remedies: Mapping[str, str] = field(default_factory=dict)  # by the first word of a line
 
     def first_pair(self, entries: Sequence[Entry]) -> tuple[int, int] | None:
-        """The indices of the first entry that can tell and of the first that differs from it."""
+        """The indices of the first entry with a value and of the first one whose value differs from it."""
         values = [(i, value) for i, each in enumerate(entries) if (value := self.value(each)) is not None]
         return next(((values[0][0], i) for i, value in values if value != values[0][1]), None)
 
     def error(self, ranks: Sequence[int], texts: Sequence[str], doing: str) -> ShardingError:
-        """The error for two ranks that sent these texts; ``doing``: what all do."""
+        """The error for two ranks that sent these texts; ``doing``: the action of all ranks."""
         who, what = f"ranks {ranks[0]} and {ranks[1]}", self.problem.format(doing)
         if self.has_lines:
             one, other = first_difference(texts)
@@ -176,7 +177,7 @@ class Difference:
 
 
 class BatchDifference(Difference):
-    """Plain inputs that differ: the error names the first of them, as text has it before a colon."""
+    """Plain inputs that differ: the error names the first of them, which a line of text has before the colon."""
 
     def error(self, ranks: Sequence[int], texts: Sequence[str], doing: str) -> ShardingError:
         one, other = (dict(line.rsplit(": ", 1) for line in text.splitlines()) for text in texts)
@@ -185,7 +186,7 @@ class BatchDifference(Difference):
 
 
 def _reason_for_places(phrases: Sequence[str]) -> str:
-    """Why two ranks are most likely at different places."""
+    """The most likely reason why two ranks are at different places."""
     begins = {phrase.partition(" of ")[0] for phrase in phrases}
     if begins == {"calls backward", "calls forward"}:
         return ": a backward was skipped, or a forward made on one rank alone"
@@ -208,7 +209,7 @@ def _reason_for_changes(phrases: Sequence[str]) -> str:
 
 
 def difference_of(name: str, ranks: Sequence[int], texts: Sequence[str], doing: str) -> ShardingError:
-    """The error for two ranks that differ in a part of entries, and sent these texts."""
+    """The error for two ranks that sent these texts, and differ in the part of entries called ``name``."""
     difference = next(each for each in DIFFERENCES if each.name == name)
     return difference.error(ranks, texts, doing)
 

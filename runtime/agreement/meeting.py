@@ -1,7 +1,7 @@
-"""Ranks meet when they make a module, and compare what they were asked, before a group of processes is made.
+"""Meetings: ranks that make a module compare their arguments before they make a process group.
 
-The first time they meet in the store of the job: each rank compares its text with that of the first to come, and the
-one that finds a difference, or has failed on its way, posts the outcome for all. Later on they meet in their agreement.
+The first time they meet in the store of the job: each rank compares its text with that of the rank that arrived first.
+A rank that finds a difference, or that fails on its way, posts the outcome for all. Later they meet in their agreement.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .entry import Entry, Kind
 from .gate import Gate, difference_of, digest
 
 MAKING = "parallelize, which all ranks of a mesh call"
-LOOK = 0.1  # seconds between two looks at where the other ranks are
-PAUSE = 0.02  # seconds between two looks at the result, at most
+LOOK = 0.1  # seconds between two polls of the other ranks' places
+PAUSE = 0.02  # seconds between two polls of the outcome, at most
 
 
 def ranks_of(mesh: Any, runtime: str) -> list[int]:
-    """The ranks of a job that make a module together on this mesh; none if it runs in this process alone.
+    """The ranks of the job that make a module together on this mesh; empty if it runs in this process alone.
 
-    For a mesh that does not fit the job, which is an error, those are all its ranks.
+    For a mesh that does not fit the job, which is an error, these are all ranks of the job.
     """
     if not dist.is_initialized() or (runtime != "distributed" and isinstance(mesh, Mesh)) or runtime == "virtual":
         return []
@@ -46,7 +46,7 @@ def ranks_of(mesh: Any, runtime: str) -> list[int]:
 
 @contextmanager
 def making(ranks: Sequence[int], asked: Mapping[str, Any]) -> Iterator[Meeting | None]:
-    """Make a module with other ranks in the block: an error on one rank is raised by all of them."""
+    """Context in which the ranks make a module together: an error on one rank is raised on all of them."""
     agreement = agreement_of(ranks) if ranks else None
     if agreement is None:
         yield None
@@ -65,7 +65,7 @@ def making(ranks: Sequence[int], asked: Mapping[str, Any]) -> Iterator[Meeting |
 class Meeting:
     """This rank's part in making a module. ``asked``: the arguments that must be equal on all ranks, by name.
 
-    ``gate``: the module's, once all ranks have compared what they make.
+    ``gate``: the module's gate, once all ranks have met.
     """
 
     def __init__(self, agreement: Agreement, asked: Mapping[str, Any]) -> None:
@@ -76,13 +76,13 @@ class Meeting:
         agreement.num_meetings += 1
 
     def meet(self, name: str, text: str) -> Gate:
-        """Compare with all ranks what they make: a module of this class, by the lines of ``text``.
+        """Compare the class ``name`` and the lines of ``text`` on all ranks, and return the gate of the module.
 
-        Returns the gate of the module. A ShardingError on every rank if they differ, a RankError if one has failed.
+        Raises a ShardingError on every rank if they differ, a RankError if another rank has failed.
         """
         gate = Gate(self.agreement, name, str(self.agreement.num_modules[""] + 1))
         if self._is_in_store:
-            self._is_over = True  # whatever is raised now, all ranks know
+            self._is_over = True  # all ranks know of any error that is raised from here on
             with waiting(lambda: MAKING, self.agreement.ranks):
                 self._store.announce()
                 self._store.meet(name, text)
@@ -110,13 +110,13 @@ class Meeting:
             self._store.tell(error)
 
     def end(self) -> None:
-        """Come to the end of making the module with all other ranks."""
+        """Finish the module together with all other ranks."""
         if self.gate is not None:
             self.gate.enter(Entry(Kind.CONSTRUCT, self.gate.digest))
 
 
 class _StoreMeeting:
-    """A meeting in the store of the job, under keys of its own: the ``number``-th of these ranks."""
+    """A meeting in the store of the job: the ``number``-th of these ranks, under keys of its own."""
 
     def __init__(self, agreement: Agreement) -> None:
         self.agreement, self.number = agreement, agreement.num_meetings
@@ -125,11 +125,11 @@ class _StoreMeeting:
         self._places = PrefixStore("shardc/places", default_store())
 
     def announce(self) -> None:
-        """Say where this rank is, for those that wait for it elsewhere."""
+        """Post the place of this rank, for ranks that wait for it elsewhere."""
         self._places.set(str(self._rank), json.dumps([self.agreement.ranks, self.number]))
 
     def meet(self, name: str, text: str) -> None:
-        """Wait until all ranks are here with the same text; raise the error that one of them has posted."""
+        """Wait until all ranks are here with the same text. Raises the error that one of them has posted."""
         text, store = f"class {name}\n{text}", self._here
         if store.add("arrived", 1) == 1:
             store.set("first", json.dumps([self._rank, text]))
@@ -151,14 +151,14 @@ class _StoreMeeting:
             raise error
 
     def tell(self, error: Exception) -> None:
-        """Post that this rank has failed, and wait some seconds for the others to read it."""
+        """Post that this rank has failed, and wait a few seconds for the others to read it."""
         self._post({"failed": [self._rank, error_line(error)]})
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end and self._here.add("read", 0) < len(self.agreement.ranks) - 1:
             time.sleep(PAUSE)
 
     def _post(self, outcome: dict[str, Any]) -> None:
-        """Post how the meeting ends, unless another rank has."""
+        """Post the outcome of the meeting, unless another rank has done so."""
         self._here.compare_set("outcome", "", json.dumps(outcome))
 
     def _awaited(self) -> dict[str, Any]:
@@ -178,7 +178,7 @@ class _StoreMeeting:
         return outcome
 
     def _place_of(self, rank: int) -> tuple[list[int], int] | None:
-        """The ranks with which another rank was to make a module last, and the number of that meeting."""
+        """The last place of another rank: the ranks with which it was to make a module, and the meeting's number."""
         if not self._places.check([str(rank)]):
             return None
         ranks, number = json.loads(self._places.get(str(rank)))
@@ -193,7 +193,7 @@ class _StoreMeeting:
             ranks, number = place
             other = agreement_of(ranks)
             if other is None or number < other.num_meetings:
-                continue  # it was here before
+                continue  # this rank has attended that meeting
             one, two = sorted([(self._rank, list(self.agreement.ranks)), (rank, ranks)])
             texts = [f"rank {each} makes a module on ranks {', '.join(map(str, of))}" for each, of in (one, two)]
             who, what = f"ranks {one[0]} and {two[0]}", "they make a module on meshes of different ranks"
@@ -202,7 +202,7 @@ class _StoreMeeting:
             return
 
     def _be_elsewhere(self, place: tuple[list[int], int] | None, error: ShardingError) -> None:
-        """Raise an error for the ranks that wait at another place, if this rank should be there, and was not."""
+        """Post ``error`` for the ranks that wait at ``place``, if this rank belongs there and has not been there."""
         if place is None or self._rank not in place[0]:
             return
         ranks, number = place
@@ -216,7 +216,7 @@ class _StoreMeeting:
             other.tell(error)
 
     def catch_up(self) -> None:
-        """Count the meeting that this rank has missed, if another rank that waited for it there has posted so."""
+        """Count the meeting that this rank has missed, if a rank that waited for it there has posted one."""
         place = json.loads(self._here.get("outcome")).get("elsewhere") if self._here.check(["outcome"]) else None
         if place is not None and self._rank in place[0] and (missed := agreement_of(place[0])) is not None:
             missed.num_meetings = max(missed.num_meetings, place[1] + 1)

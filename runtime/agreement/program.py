@@ -1,4 +1,4 @@
-"""A compiled program as lines of text, all of which must be equal on every rank."""
+"""A compiled program as lines of text, which must be equal on every rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .request import text_of
 
 @dataclass(frozen=True)
 class ProgramText:
-    """All of a program that must be equal on every rank. ``constants``: values of inputs that are not the model's."""
+    """The parts of a program that must be equal on every rank. ``constants``: buffers that the model does not have."""
 
     program: Program
     constants: Mapping[str, Tensor]
@@ -37,7 +37,7 @@ class ProgramText:
         return "\n".join(self.lines())
 
     def lines(self) -> Iterator[str]:
-        """Mesh, options, inputs, ops, outputs, fixed shardings, the schedule; in comments modules and source lines."""
+        """Mesh, options, inputs, ops, outputs, fixed shardings and schedule; modules and source lines as comments."""
         program = self.program
         yield f"mesh {program.mesh}, {program.num_stages} stages"
         for name in ("zero", "precision", "remat", "bucket"):
@@ -94,7 +94,7 @@ class ProgramText:
 
 
 def guards_of(program: Program) -> list[Guard]:
-    """The guards that a program runs, if all ranks of a job run all of them."""
+    """The guards of a program; none with a pipeline, where no rank runs all of them."""
     if program.options.pipeline is not None:
         return []
     opaque = (node.target.run for node in program.calls if isinstance(node.target, Opaque))
@@ -102,7 +102,7 @@ def guards_of(program: Program) -> list[Guard]:
 
 
 def checksum_of(tensor: Tensor) -> str:
-    """Some digits of a SHA-256 of a tensor's bytes."""
+    """The first 16 hex digits of the SHA-256 of a tensor's bytes; ``on meta`` for a meta tensor."""
     if tensor.is_meta:
         return "on meta"
     data = raw_bytes(tensor.cpu())

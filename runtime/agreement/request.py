@@ -1,4 +1,4 @@
-"""What a rank is asked as lines of text, which must be equal on all: versions, options; shapes, modes of modules."""
+"""A rank's request as lines of text, which must be equal on all ranks: versions, options, shapes, modes of modules."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def request_lines(
 ) -> Iterator[str]:
     """The lines of a call: its inputs, the modes of modules and of torch, and the model's parameters.
 
-    ``arguments``: the leaves by name, of which DTensors have placements. ``further``: lines of the caller's.
+    ``arguments``: names and values of the leaves, for the placements of DTensors. ``further``: more lines.
     """
     placements = {name: each.placements for name, each in arguments if isinstance(each, DTensor)}
     yield f"arguments {signature.tree}"
@@ -70,7 +70,7 @@ def _own_version() -> str:
 
 
 def text_of(value: Any) -> str:
-    """A value as text that is the same in every process: no address, of functions and other objects their names."""
+    """A value as text that is equal in every process: without addresses; functions and other objects by name."""
     if isinstance(value, Constant):
         return text_of(value.value)
     if isinstance(value, Identity):
@@ -93,8 +93,8 @@ def text_of(value: Any) -> str:
 
 
 def _fields_text(value: Any) -> str:
-    """An object of our own by its fields, or as it prints."""
+    """An object of a shardc class as text: its fields, or its repr."""
     names = getattr(value, "__dataclass_fields__", None)
-    if names is None or isinstance(value, Zero):  # which prints without addresses
+    if names is None or isinstance(value, Zero):  # whose repr has no addresses
         return repr(value)
     return f"{type(value).__name__}({', '.join(f'{name}={text_of(getattr(value, name))}' for name in names)})"

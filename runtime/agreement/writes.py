@@ -1,4 +1,4 @@
-"""Whether parameters were written since the last call: a rank that skips an optimizer's step is seen by it."""
+"""Detects whether parameters were written since the last call, and with that a rank that skips an optimizer's step."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Writes:
         self._noted, self._found = -1, -1
 
     def since(self, parameters: Iterable[Tensor]) -> Flag:
-        """Whether parameters were written since the last call; unknown where none is trained."""
+        """Whether parameters were written since the last call; unknown if none is trained."""
         self._found = _versions(parameters)
         return Flag.UNKNOWN if self._found < 0 else Flag(self._found != self._noted)
 
     def note(self, parameters: Iterable[Tensor] | None) -> None:
-        """A call has ended. ``parameters``: those that it may have written itself, by placing or gathering them."""
+        """Note the end of a call. ``parameters``: those that the call may have written itself, placing or gathering."""
         self._noted = self._found if parameters is None else _versions(parameters)
 
 
@@ -33,5 +33,5 @@ def _versions(parameters: Iterable[Tensor]) -> int:
     trained = [each for each in parameters if each.requires_grad]
     try:
         return sum(map(_version, trained)) + sum(map(_version_of_piece, trained)) if trained else -1
-    except RuntimeError:  # those made in inference mode have no version
+    except RuntimeError:  # tensors made in inference mode have no version
         return -1

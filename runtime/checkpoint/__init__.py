@@ -1,1 +1,1 @@
-"""Checkpoints: what a job has trained, on disk, in files that any other mesh or a single process reads."""
+"""Checkpoints: the state of training, in files that any other mesh or a single process can read."""

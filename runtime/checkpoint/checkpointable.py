@@ -1,4 +1,4 @@
-"""Fused weights in ``torch.distributed.checkpoint``, which takes one block of a tensor from each rank."""
+"""Fused weights for ``torch.distributed.checkpoint``, which expects one block of a tensor from each rank."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from .state import block_of, layout_of
 
 
 def checkpointable(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict for ``torch.distributed.checkpoint``, in which a weight that is cut in blocks has an entry for each.
+    """A state dict for ``torch.distributed.checkpoint``, in which a tensor that is cut in blocks lists each of them.
 
     ``dcp.save(shardc.checkpointable(module.state_dict()))``. The blocks share the module's memory, so that
-    ``dcp.load`` of such a dict fills the module. Tensors that are cut in one piece stay as they are.
+    ``dcp.load`` of such a dict fills the module. Tensors of which each rank has one block stay as they are.
 
     Args:
-        state_dict: of a parallel module.
+        state_dict: that of a parallel module.
 
     Returns:
-        A dict by name, with an entry for each block of a tensor that is cut in blocks.
+        The state dict, with a DTensor of this rank's blocks for each tensor that is cut in blocks.
     """
     if not isinstance(state_dict, Mapping):
         what, remedy = f"of type {type(state_dict).__name__}", "give it module.state_dict()"

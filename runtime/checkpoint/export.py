@@ -1,4 +1,4 @@
-"""``shardc.export``: the whole model as one folder of Hugging Face's format, written by the first rank."""
+"""``shardc.export``: the first rank writes the whole model as a folder in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ FILE = "model.safetensors"
 def export(path: str | os.PathLike[str], module: nn.Module, *, file_bytes: int = 5 * 10**9) -> Path:
     """Write a module's parameters and buffers as a folder that ``from_pretrained`` of transformers loads.
 
-    ``model.safetensors``, or several files and ``model.safetensors.index.json``, and the model's ``config.json`` if it
-    has a config. Every rank of the job calls it, the first one writes: it has one whole tensor in memory at a time. Of
-    tied parameters one is written, as transformers does.
+    The folder has ``model.safetensors``, or several files and ``model.safetensors.index.json``, and ``config.json`` if
+    the model has a config. Every rank of the job must call it. The first rank writes, and has one whole tensor in
+    memory at a time. Of tied parameters it writes one, as transformers does.
 
     Args:
-        path: of the folder.
+        path: the folder.
         module: a parallel module, or a plain one.
-        file_bytes: the size of a file at most, if its tensors allow that.
+        file_bytes: the largest size of a file's tensors; only a single tensor may exceed it.
 
     Returns:
         The folder.
@@ -60,9 +60,10 @@ def export(path: str | os.PathLike[str], module: nn.Module, *, file_bytes: int =
 
 
 def saving(save: Callable[..., Any]) -> Callable[..., Any]:
-    """The ``save_pretrained`` of a model's class for its parallel module, which every rank of a job calls.
+    """The ``save_pretrained`` of a model's class for its parallel module; every rank of a job must call it.
 
-    The first rank writes what the model's own would, and has the whole model in memory; ``export`` has one tensor.
+    The first rank writes the same files as the model's own, with the whole model in memory; ``export`` needs memory
+    for one tensor.
     """
 
     @functools.wraps(save)
@@ -79,7 +80,7 @@ def saving(save: Callable[..., Any]) -> Callable[..., Any]:
 def whole_state(module: ParallelModule) -> dict[str, Tensor]:
     """The state dict of a parallel module with whole plain tensors in host memory, on the first rank; others get none.
 
-    Every rank of the job calls it. Tied tensors are one under all of their names.
+    Every rank of the job must call it. Tied tensors are one tensor under all of their names.
     """
     state: dict[str, Tensor] = {}
 
@@ -93,9 +94,9 @@ def whole_state(module: ParallelModule) -> dict[str, Tensor]:
 
 
 def _on_first_rank(module: nn.Module, model: nn.Module, write: Callable[[WholeTensors], None]) -> None:
-    """Write the whole tensors of a module on the first rank, to which all others send theirs.
+    """Call ``write`` on the first rank with the whole tensors of a module; all other ranks send their blocks.
 
-    Of groups that train by themselves the first one's are written.
+    If several groups train by themselves, only the first one's tensors are written.
     """
     if group_of(module):
         return
@@ -115,15 +116,15 @@ def _on_first_rank(module: nn.Module, model: nn.Module, write: Callable[[WholeTe
         except Exception as caught:
             error = caught
     for _ in tensors.values:
-        pass  # a rank that does not write sends its blocks; after an error nobody may wait for another
+        pass  # other ranks send their blocks; after an error the first rank still receives, so that nobody waits
     ranks.agree(error)
 
 
 class WholeTensors:
     """The tensors of a module, whole on the first rank, one after the other.
 
-    ``headers``: their types, by name, in the order of ``values``. ``all_names``: for each all that are tied. State:
-    ``_blocks``, for each name the rank's index and the block of every part, as the first rank knows them.
+    ``headers``: their types, by name, in the order of ``values``. ``all_names``: for each name the names of all tensors
+    tied to it. State: ``_blocks``, on the first rank, for each name the rank's index and the block of every part.
     """
 
     def __init__(self, module: nn.Module, model: nn.Module, ranks: Ranks) -> None:
@@ -144,7 +145,7 @@ class WholeTensors:
         }
 
     def agree(self) -> None:
-        """Let the first rank know all blocks, and all ranks the order."""
+        """Tell the first rank all blocks, and all ranks the order of tensors."""
         own = {
             name: [[each.block.offsets, each.block.sizes] for each in shares] for name, shares in self._shares.items()
         }
@@ -160,7 +161,7 @@ class WholeTensors:
         self.values = self._values()
 
     def _values(self) -> Iterator[Tensor]:
-        """The tensors on the first rank; on others nothing, once their blocks are sent."""
+        """Yield the tensors on the first rank; on others send this rank's blocks and yield nothing."""
         own = {self._names[name]: shares for name, shares in self._shares.items()}
         for name, header in self.headers.items():
             shares = iter(own.get(name, ()))
@@ -180,7 +181,7 @@ class WholeTensors:
 
 
 def names_to_export(model: nn.Module, names: Sequence[str], aliases: Mapping[str, str]) -> dict[str, str]:
-    """For each tensor the name that is written: of tied ones that which transformers does not tie on loading."""
+    """The name under which each tensor is written; for tied ones the name that transformers does not tie on loading."""
     tied = [*(getattr(model, "_tied_weights_keys", None) or ())]
 
     def is_tied(name: str) -> bool:
@@ -193,7 +194,7 @@ def names_to_export(model: nn.Module, names: Sequence[str], aliases: Mapping[str
 
 
 def _write(folder: Path, tensors: WholeTensors, file_bytes: int) -> None:
-    """Write the tensors to one file or several; each gets its name once it is on disk."""
+    """Write the tensors to one or several files; each file gets its name once it is on disk."""
     batches: list[dict[str, Header]] = [{}]
     for name, header in tensors.headers.items():
         if batches[-1] and sum(each.num_bytes for each in batches[-1].values()) + header.num_bytes > file_bytes:
@@ -218,7 +219,7 @@ def _write(folder: Path, tensors: WholeTensors, file_bytes: int) -> None:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """Another path to write a file to, which then gets its name."""
+    """Context with a temporary path to write a file to; the file is renamed to ``path`` afterwards."""
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     try:
         with named_errors(path, "cannot be written"):
@@ -229,7 +230,7 @@ def _replacing(path: Path) -> Iterator[Path]:
 
 
 def _write_config(folder: Path, model: nn.Module, tensors: WholeTensors) -> None:
-    """Write ``config.json`` and ``generation_config.json`` through transformers, where the model has them."""
+    """Write ``config.json`` and ``generation_config.json`` through transformers, if the model has such configs."""
     config: Any = copy.deepcopy(getattr(model, "config", None))
     if hasattr(config, "save_pretrained"):
         codes = [each.code for each in tensors.headers.values() if DTYPES[each.code].is_floating_point]

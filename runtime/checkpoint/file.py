@@ -1,6 +1,7 @@
 """One safetensors file: written tensor by tensor with its SHA-256, and read through a memory map.
 
-The library writes a file from tensors that are all in memory, and hashes none; here a rank needs one at a time.
+The safetensors library writes a file only from tensors that are all in memory, and computes no hash. Here a rank needs
+memory for one tensor at a time.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ CODES = {
     torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.float8_e8m0fnu: "F8_E8M0",
 }  # fmt: skip
 DTYPES = {code: dtype for dtype, code in CODES.items()}
-CHUNK = 2**20  # bytes that are written, or hashed, at a time
-MOST_HEADER = 10**8  # bytes, as in the library
+CHUNK = 2**20  # bytes that are written or hashed at a time
+MOST_HEADER = 10**8  # bytes, as in the safetensors library
 
 
 class FormatError(ValueError):
-    """What is wrong with the content of a file; who reads the file raises a CheckpointError that names it."""
+    """An error in the content of a file; its reader turns it into a CheckpointError that names the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A tensor of a file: its dtype in the format's code, its shape, and its bytes after the file's header."""
+    """The header of a tensor in a file: its dtype in the format's code, its shape, and the range of its bytes."""
 
     code: str
     shape: tuple[int, ...]
@@ -54,19 +55,19 @@ class Header:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes that dtype and shape make."""
+        """The number of bytes by dtype and shape."""
         return math.prod(self.shape) * DTYPES[self.code].itemsize
 
 
 def write_file(
     path: Path, tensors: Mapping[str, Header], values: Iterable[Tensor], notes: Mapping[str, str] | None = None
 ) -> tuple[int, str]:
-    """Write a new file and sync it to disk; returns its size and its SHA-256.
+    """Write a new file and sync it to disk; return its size and its SHA-256.
 
-    ``values`` are those of ``tensors``, in order, and are taken one at a time. ``notes`` are free text. A
-    CheckpointError names the file if the disk is full.
+    ``values``: those of ``tensors``, in order; they are taken one at a time. ``notes``: free text. Raises a
+    CheckpointError that names the file if it cannot be written, such as on a full disk.
     """
-    assert sys.byteorder == "little", sys.byteorder  # of the format
+    assert sys.byteorder == "little", sys.byteorder  # the format's byte order
     header, begin = dict[str, Any]({"__metadata__": dict(notes)} if notes else {}), 0
     for key, each in tensors.items():
         end = begin + each.num_bytes
@@ -80,7 +81,7 @@ def write_file(
         for value in values:
             value = value.detach().cpu().contiguous()
             size += _write(file, bytes_of(value), hashing)
-            hashing.finish()  # before the value may go
+            hashing.finish()  # before the value is freed
         os.fsync(file.fileno())
     assert size == 8 + len(text) + begin, (path, size, begin)
     return size, hashing.digest.hexdigest()
@@ -96,7 +97,7 @@ def _write(file: Any, data: memoryview, hashing: Hashing) -> int:
 
 
 class Hashing:
-    """A SHA-256 that a thread computes, beside the writing of the same bytes."""
+    """A SHA-256 that a thread computes while the same bytes are written."""
 
     def __init__(self) -> None:
         self.digest, self._waiting = hashlib.sha256(), list[Future[None]]()
@@ -120,10 +121,10 @@ class Hashing:
 
 
 class OpenFile:
-    """A file that is read: a tensor is a view of a memory map of its bytes, and nothing is read before it is."""
+    """A file open for reading: its tensors are views of memory maps, whose bytes are read on access."""
 
     def __init__(self, path: Path, size: int | None = None) -> None:
-        """Open a regular file; a CheckpointError names it if it is missing, no file, or not ``size`` bytes long."""
+        """Open a regular file. CheckpointError if it is missing, no regular file, or not ``size`` bytes long."""
         self.path, self._headers = path, dict[str, Header]()
         with named_errors(path, "cannot be read"):
             self._descriptor = regular_file(path)
@@ -142,7 +143,7 @@ class OpenFile:
 
     @property
     def headers(self) -> Mapping[str, Header]:
-        """The tensors in it by key; a CheckpointError if its header is none."""
+        """The tensors in the file, by key. Raises a CheckpointError if its header is malformed."""
         if not self._headers:
             try:
                 self._headers = dict(self._read_header())
@@ -157,14 +158,14 @@ class OpenFile:
 
     @contextmanager
     def reading(self, key: str) -> Iterator[Tensor]:
-        """A tensor in a memory map, whose pages leave this process's memory after the block."""
+        """Context with a tensor in a memory map, whose pages leave this process's memory afterwards."""
         tensor, pages = self._mapped(key)
         yield tensor
         if pages is not None and hasattr(mmap, "MADV_DONTNEED"):
             pages.madvise(mmap.MADV_DONTNEED)
 
     def _mapped(self, key: str) -> tuple[Tensor, mmap.mmap | None]:
-        """A tensor, and the map of the pages that it is in; None for one without elements."""
+        """A tensor and its memory map; None as the map of a tensor without elements."""
         header = self.headers[key]
         if not header.num_bytes:
             return torch.empty(header.shape, dtype=DTYPES[header.code]), None
@@ -195,7 +196,7 @@ class OpenFile:
 
 
 def strict_json(text: bytes | str) -> Any:
-    """A JSON value; FormatError for what the standard does not have: NaN, a name twice in one object."""
+    """Parse a JSON value. Raises a FormatError for NaN, for infinities, and for a repeated name in an object."""
 
     def refuse(constant: str) -> Any:
         raise FormatError(f"{constant} is no JSON")
@@ -210,7 +211,7 @@ def strict_json(text: bytes | str) -> Any:
 
 
 def regular_file(path: Path) -> int:
-    """A descriptor to read a file; a CheckpointError if it is a link, a folder, a pipe or a device."""
+    """A descriptor to read a file. Raises a CheckpointError if it is a link, a folder, a pipe or a device."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -227,7 +228,7 @@ def regular_file(path: Path) -> int:
 
 @contextmanager
 def named_errors(path: Path, problem: str) -> Iterator[None]:
-    """Errors of the operating system as a CheckpointError that names the file."""
+    """Context that turns errors of the operating system into a CheckpointError that names the file."""
     try:
         yield
     except OSError as error:

@@ -1,11 +1,11 @@
-"""The folder of a run's checkpoints: a new one is written beside the others, and published by one rename.
+"""The folder of a run's checkpoints: a new one is written next to the others, and published by one rename.
 
 ::
 
     run/ckpt/step-00000010/    a checkpoint: index.json and safetensors files
     run/ckpt/step-00000020/
     run/ckpt/latest            one line: the name of the latest, and the SHA-256 of its index
-    run/ckpt/.saving-...       one that is being written, or was when its job died: the next save removes it
+    run/ckpt/.saving-...       an unfinished checkpoint; the next save removes it if its job has died
     run/ckpt/group-1/          the checkpoints of a further group of ranks that trains by itself (the option local)
 
 A step that is saved again is published as ``step-00000020.1``.
@@ -36,7 +36,7 @@ _TEMPORARY = re.compile(r"\.(saving|removing|latest)-[0-9a-f]{16}")
 
 @contextmanager
 def new_folder(root: Path) -> Iterator[Path]:
-    """A folder to write a checkpoint to, which is removed at the end unless it was published."""
+    """Context with a folder to write a checkpoint to; it is removed at the end unless it was published."""
     with named_errors(root, "cannot be written"):
         root.mkdir(parents=True, exist_ok=True)
         remove_leftovers(root)
@@ -50,7 +50,7 @@ def new_folder(root: Path) -> Iterator[Path]:
 
 
 def publish(folder: Path, step: int, index: bytes) -> Path:
-    """Rename a folder that is written whole and on disk to its name, and let ``latest`` name it."""
+    """Rename a complete folder to its final name, and make ``latest`` point to it. Its files must be on disk."""
     index_sha256 = hashlib.sha256(index).hexdigest()
     root, name, version = folder.parent, f"step-{step:08}", 0
     with named_errors(root, "cannot be written"):
@@ -77,7 +77,7 @@ def publish(folder: Path, step: int, index: bytes) -> Path:
 
 
 def resolve(path: Path) -> tuple[Path, str | None]:
-    """The checkpoint that a path names: itself, or the latest of a run; with the SHA-256 of its index where known."""
+    """The checkpoint at a path, or the latest of a run at the path; with the SHA-256 of its index, None if unknown."""
     if (path / NAME).exists():
         return path, None
     found = published_in(path)
@@ -100,12 +100,12 @@ def resolve(path: Path) -> tuple[Path, str | None]:
 
 
 def folder_of_group(root: Path, group: int) -> Path:
-    """The folder of a group's checkpoints: that of the first is the run's."""
+    """The folder of a group's checkpoints; the first group's is that of the run."""
     return root / f"group-{group}" if group else root
 
 
 def resolve_of_group(path: Path, group: int) -> tuple[Path, str | None]:
-    """What a path names for a group of ranks: its own checkpoint of that name, else the first group's."""
+    """``resolve`` for a group of ranks: its own checkpoint of the same name if there is one, else the first group's."""
     found, sha256 = resolve(path)
     own = folder_of_group(found.parent, group) / found.name
     return (own, None) if group and (own / NAME).exists() else (found, sha256)
@@ -124,7 +124,7 @@ def next_step(root: Path) -> int:
 
 
 def keep_latest(root: Path, count: int, latest: Path) -> None:
-    """Remove published checkpoints but for the last ``count``, of which ``latest`` is one."""
+    """Remove all published checkpoints but the last ``count``, which include ``latest``."""
     times = {name: _time(root / name) for name in published_in(root) if name != latest.name}
     oldest = sorted(times, key=lambda name: (times[name], _order(name)))
     for name in oldest[: max(0, len(oldest) - (count - 1))]:
@@ -132,7 +132,7 @@ def keep_latest(root: Path, count: int, latest: Path) -> None:
 
 
 def remove_leftovers(root: Path) -> None:
-    """Remove what killed jobs left: folders that nobody is writing to."""
+    """Remove leftovers of killed jobs: temporary files, and folders that nobody is writing to."""
     for each in list(os.scandir(root)):
         if not _TEMPORARY.fullmatch(each.name) or each.is_symlink():
             continue
@@ -152,7 +152,7 @@ def sync(folder: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a checkpoint: first its name, so that nobody finds half of one. A failure leaves it to the next save."""
+    """Remove a checkpoint: rename it first, so that nobody finds half of it. The next save retries after a failure."""
     hidden = folder.with_name(f".removing-{secrets.token_hex(8)}")
     try:
         folder.rename(hidden)
@@ -176,7 +176,7 @@ def _time(folder: Path) -> int:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold a lock on a folder, which ends with this process at the latest; none where the file system has no locks."""
+    """Hold a lock on a folder, at most until this process ends; without effect if the file system has no locks."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         _lock(descriptor)
@@ -186,7 +186,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _is_free(folder: Path) -> bool:
-    """Whether no process has a folder locked, as one that writes to it has."""
+    """Whether no process holds the lock on a folder, which a writer does."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         return _lock(descriptor)

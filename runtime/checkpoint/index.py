@@ -1,6 +1,6 @@
-"""The index of a checkpoint: its tensors, the blocks of each and their files, and values that are no tensors.
+"""The index of a checkpoint: its tensors, the blocks of each and their files, and values that are not tensors.
 
-The last line of the file is the SHA-256 of all lines before it, so that a changed index is refused too.
+The last line of the file is the SHA-256 of all lines before it, so that a changed index is rejected too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A block of a tensor, and the file and the key that it is stored under."""
+    """A block of a tensor, with its file and its key in that file."""
 
     block: Block
     file: str
@@ -45,7 +45,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor: its dtype as safetensors writes it, its global shape, its blocks."""
+    """A tensor: its dtype in safetensors' code, its global shape, and its blocks."""
 
     code: str
     shape: tuple[int, ...]
@@ -57,7 +57,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """What a checkpoint holds. ``aliases``: further names of tied parameters. ``notes``: for people, not read back."""
+    """The contents of a checkpoint. ``aliases``: further names of tied parameters. ``notes``: for people only."""
 
     files: Mapping[str, FileEntry]
     tensors: Mapping[str, TensorEntry]
@@ -66,7 +66,7 @@ class Index:
     notes: Mapping[str, str]
 
     def text(self) -> bytes:
-        """The file: JSON, a line for each tensor, with the SHA-256 of all other lines in the last one."""
+        """The content of the file: JSON, a line for each tensor, and the SHA-256 of all other lines in the last one."""
         tensors = {name: _tensor_json(each) for name, each in self.tensors.items()}
         files = {name: {"bytes": each.size, "sha256": each.sha256} for name, each in self.files.items()}
         head = {"format": FORMAT, "version": VERSION, "notes": self.notes, "aliases": self.aliases}
@@ -76,7 +76,7 @@ class Index:
 
     @staticmethod
     def read(path: Path) -> tuple[Index, str]:
-        """An index and the SHA-256 of its file; a CheckpointError names the file and what is wrong with it."""
+        """Read an index; return it and the SHA-256 of its file. A CheckpointError names the file and the problem."""
         with named_errors(path, "cannot be read"), open(regular_file(path), "rb") as file:
             data = file.read(MOST_BYTES + 1)
         try:
@@ -89,7 +89,7 @@ class Index:
 
     @staticmethod
     def parse(data: bytes) -> Index:
-        """The index in the bytes of a file; ValueError and the like for anything else."""
+        """The index in the bytes of a file. For anything else raises one of the errors that ``read`` catches."""
         if len(data) > MOST_BYTES:
             raise FormatError(f"it has more than {MOST_BYTES} bytes")
         body, _, _ = data.rpartition(SEAL)
@@ -108,7 +108,7 @@ class Index:
         return index
 
     def problems(self) -> Iterator[str]:
-        """What does not fit together: blocks that overlap or leave gaps, files and names that are not there."""
+        """Yield inconsistencies: blocks that overlap or leave gaps, missing files and names."""
         stored = dict.fromkeys(self.files, 0)
         keys = set[tuple[str, str]]()
         for name, tensor in self.tensors.items():
@@ -137,7 +137,7 @@ SEAL = b',\n"sha256": '
 
 
 def sealed(body: bytes) -> bytes:
-    """A file of a body and its SHA-256."""
+    """The content of a file: ``body``, and its SHA-256 in the last line."""
     return body + SEAL + f'"{hashlib.sha256(body).hexdigest()}"\n}}\n'.encode()
 
 

@@ -1,4 +1,4 @@
-"""``shardc.load``: all files are verified by all ranks together, then each rank reads the blocks that it stores."""
+"""``shardc.load``: the ranks verify all files together, then each rank reads the blocks that it stores."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .save import check_request, finish_save
 from .state import Names, block_of, layout_of, optimizer_names, unwrapped
 from .tree import decode, key_of
 
-# State of torch's optimizers that is a plain 0-dim tensor, whatever the shape of its parameter.
+# State of torch's optimizers that is a plain 0-dim tensor for parameters of any shape.
 PLAIN_SCALARS = {"step", "eta", "mu", "mu_product"}
 
 
@@ -45,24 +45,24 @@ def load(
     scheduler: Any = None,
     scaler: Any = None,
 ) -> dict[str, Any]:
-    """Load a checkpoint into a module and an optimizer, whichever mesh it was saved on; every rank of the job calls it.
+    """Load a checkpoint, saved on any mesh, into a module and an optimizer; every rank of the job must call it.
 
     Each rank reads the blocks that it stores.
 
     Args:
-        path: the folder that was given to ``shardc.save``, of which the latest is loaded, or one of its checkpoints.
-        module: a parallel module, or a plain one; without it nothing is filled, and all is returned.
-        optimizer: of its parameters.
-        scheduler: what has a ``load_state_dict``.
-        scaler: the same.
+        path: the folder given to ``shardc.save``, whose latest checkpoint is loaded, or one of its checkpoints.
+        module: a parallel module, or a plain one; without it nothing is filled, and everything is returned.
+        optimizer: the optimizer of its parameters.
+        scheduler: an object with a ``load_state_dict``.
+        scaler: likewise.
 
     Returns:
-        The checkpoint's ``step``, ``extra`` and ``path``. Without a module all that was saved, as whole plain tensors:
-        ``model``, by name, ``optimizer``, and so on.
+        The checkpoint's ``step``, ``extra`` and ``path``. Without a module also everything else that was saved, as
+        whole plain tensors: ``model``, by name, ``optimizer``, and so on.
 
     Raises:
-        CheckpointError: names the file that is missing or damaged, or the tensor that does not fit; then nothing was
-            changed.
+        CheckpointError: for a file that is missing or damaged, or a tensor that does not fit, which it names; nothing
+            was changed then.
     """
     check_request(path, nn.Identity() if module is None else module, optimizer, None, None)
     if module is None:
@@ -103,13 +103,13 @@ class Checkpoint:
     files: dict[str, OpenFile]
 
     def file(self, name: str) -> OpenFile:
-        """A file; a CheckpointError names it if it has not the size, or not the tensors, that the index says."""
+        """A file of the checkpoint, opened. Raises a CheckpointError if it is missing or has not the index's size."""
         if name not in self.files:
             self.files[name] = OpenFile(self.folder / name, self.index.files[name].size)
         return self.files[name]
 
     def verify(self, ranks: Ranks, error: Exception | None) -> None:
-        """Compare the SHA-256 of every file, each on one rank, and what is in it; raise on all ranks what one finds."""
+        """Verify the SHA-256 and the tensors of every file, each on one rank; raise an error of one rank on all."""
         try:
             names = list(own_files(self.index, ranks)) if error is None else []
             with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
@@ -136,7 +136,7 @@ class Checkpoint:
                 raise CheckpointError(str(file.path), what, problem, "load another checkpoint")
 
     def read(self, name: str, value: Tensor, layout: Layout) -> None:
-        """Fill the part of a tensor that this rank stores."""
+        """Fill ``value``, the part of a tensor that this rank stores."""
         entry = self.index.tensors[name]
         for stored in layout.blocks(entry.shape):
             for piece in entry.pieces:
@@ -153,16 +153,16 @@ class Checkpoint:
         return value
 
     def value(self, section: str) -> Any:
-        """A section's value with its tensors whole; None if it was not saved."""
+        """The value of a section, with whole tensors; None if it was not saved."""
         return self.decoded(self.index.values.get(section), self.whole)
 
     def residuals(self, ranks: Ranks) -> dict[str, list[Source]]:
-        """By the name of a residual what adds it to a tensor, as which it is stored from now on."""
+        """By name of a residual, functions that add its saved values to the tensor that stores it from now on."""
         found = self.decoded(self.index.values.get("residuals"), lambda key: partial(self._add_residual, key, ranks))
         return found or {}
 
     def _add_residual(self, key: str, ranks: Ranks, tensor: Tensor) -> None:
-        """Add this rank's part of a residual; where there were more or fewer ranks, an equal part of the sum."""
+        """Add this rank's part of a residual; if the number of ranks differs from the saved one, a share of the sum."""
         entry, layout = self.index.tensors[key], layout_of(tensor, ranks, key)
         if entry.shape[1:] != tensor.shape[1:]:
             return  # a gradient of another shape
@@ -177,7 +177,7 @@ class Checkpoint:
             block_of(own_part(tensor), stored.offsets, stored.block.sizes).add_(part)
 
     def decoded(self, value: Any, tensor: Callable[[str], Any]) -> Any:
-        """A value of the index; a CheckpointError if it is none."""
+        """Decode a value of the index. Raises a CheckpointError if it is malformed."""
         try:
             return decode(value, tensor)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -186,14 +186,14 @@ class Checkpoint:
             raise CheckpointError(str(self.folder / NAME), what, problem, remedy) from error
 
     def result(self) -> dict[str, Any]:
-        """What every load returns."""
+        """The part of the result that every load returns."""
         return {"step": self.index.values["step"], "extra": self.value("extra"), "path": self.folder}
 
 
 def open_checkpoint(path: Path, ranks: Ranks, group: int = 0) -> Checkpoint:
     """The checkpoint that the first rank finds at a path, opened on every rank.
 
-    ``group``: of these ranks, where several train by themselves.
+    ``group``: the index of these ranks' group, if several train by themselves.
     """
     found, error = ("", ""), None
     if ranks.is_first:
@@ -221,7 +221,7 @@ def open_checkpoint(path: Path, ranks: Ranks, group: int = 0) -> Checkpoint:
 
 
 def own_files(index: Index, ranks: Ranks) -> Iterator[str]:
-    """The files that this rank verifies: of all ranks each file is one's, and bytes are even."""
+    """The files that this rank verifies: each file belongs to one rank, and all ranks get about as many bytes."""
     loads = [0] * len(ranks.ranks)
     for name, entry in sorted(index.files.items(), key=lambda each: (-each[1].size, each[0])):
         writer = loads.index(min(loads))
@@ -231,7 +231,7 @@ def own_files(index: Index, ranks: Ranks) -> Iterator[str]:
 
 
 def read_whole(path: Path) -> dict[str, Any]:
-    """All that a checkpoint holds, as plain tensors."""
+    """The whole content of a checkpoint, with plain tensors."""
     checkpoint = open_checkpoint(path, Ranks())
     checkpoint.verify(Ranks(), None)
     index = checkpoint.index
@@ -259,7 +259,7 @@ class Part:
 
 
 class Target:
-    """What a checkpoint is loaded into."""
+    """The module, optimizer and others that a checkpoint is loaded into."""
 
     def __init__(self, module: nn.Module, optimizer: Optimizer | None, others: Mapping[str, Any], ranks: Ranks) -> None:
         self.module, self.optimizer, self.others, self.ranks = module, optimizer, others, ranks
@@ -268,7 +268,7 @@ class Target:
         self.optimizer_groups: list[dict[str, Any]] = []
 
     def check(self, checkpoint: Checkpoint) -> None:
-        """A CheckpointError for the first tensor or section that does not fit."""
+        """Raise a CheckpointError for the first tensor or section that does not fit."""
         index = checkpoint.index
         for value in index.values.values():
             checkpoint.decoded(value, index.tensors.__getitem__)
@@ -299,7 +299,7 @@ class Target:
             self._check_optimizer(checkpoint, self.optimizer)
 
     def _all_names(self) -> set[str]:
-        """The names of all stages of a pipeline."""
+        """The names of all parameters and buffers, including those of other pipeline stages."""
         named: Sequence[Iterator[tuple[str, Tensor]]] = (
             nn.Module.named_parameters(self.module, remove_duplicate=False),
             nn.Module.named_buffers(self.module, remove_duplicate=False),
@@ -316,7 +316,7 @@ class Target:
             raise CheckpointError(who, f"{entry} in the checkpoint", problem, "load the model that was saved")
 
     def _check_optimizer(self, checkpoint: Checkpoint, optimizer: Optimizer) -> None:
-        """Find the values of each group and each parameter."""
+        """Find the saved options of each group; raise a CheckpointError if parameters or groups do not fit."""
         saved = checkpoint.index.values["optimizer"]
         options = {name: group["options"] for group in saved["groups"] for name in group["params"]}
         aliases = checkpoint.index.aliases
@@ -334,7 +334,7 @@ class Target:
             self.optimizer_groups.append((found[0] if found else None) or {})
 
     def parts(self, checkpoint: Checkpoint) -> Iterator[Part]:
-        """The parts that this rank reads; the optimizer's state is made where it has none yet."""
+        """The parts that this rank reads; makes tensors for state that the optimizer does not have yet."""
         aliases, ranks = checkpoint.index.aliases, self.ranks
         layouts = {name: layout_of(each, ranks, name) for name, each in self.names.tensors.items()}
         for name, tensor in self.names.tensors.items():
@@ -350,7 +350,7 @@ class Target:
     def _state_tensors(
         self, checkpoint: Checkpoint, optimizer: Optimizer, name: str, parameter: Tensor
     ) -> dict[str, Tensor]:
-        """The tensors of a parameter's state by key, to be filled; the state itself is kept for ``fill``."""
+        """The tensors of a parameter's state, by key, which are to be filled; keeps the state for ``fill``."""
         saved_name = checkpoint.index.aliases.get(name, name)
         prefix, tensors = key_of(("optimizer", saved_name, "")), dict[str, Tensor]()
         present = optimizer.state.get(parameter, {})
@@ -366,7 +366,7 @@ class Target:
 
     @torch.no_grad()
     def fill(self, checkpoint: Checkpoint, parts: Sequence[Part]) -> dict[str, Any]:
-        """Read all parts and values; nothing is left that could be refused."""
+        """Read all parts and values, which were all checked before."""
         for part in parts:
             checkpoint.read(part.key, part.value, part.layout)
         values = checkpoint.index.values
@@ -392,7 +392,7 @@ class Target:
         return checkpoint.result()
 
     def _outer_tensor(self, checkpoint: Checkpoint, key: str) -> Tensor:
-        """What was saved of a parameter for outer steps, cut as it is."""
+        """A saved tensor of a parameter's outer steps, cut like the parameter."""
         name = next(name for name in self.names.tensors if key.startswith(f"{key_of(('outer', name))}/"))
         parameter = self.names.tensors[name]
         tensor = state_tensor("", checkpoint.index.tensors[key], parameter, {})
@@ -400,7 +400,7 @@ class Target:
         return tensor
 
     def _forget_outer(self) -> None:
-        """Leave out what an optimizer kept for outer steps: all ranks train together now."""
+        """Drop the optimizer's state of outer steps: all ranks train together now."""
         for name, state in self.optimizer_state.items():
             self.optimizer_state[name] = {key: each for key, each in state.items() if not key.startswith(PREFIX)}
 
@@ -418,7 +418,7 @@ class Target:
 
 
 def state_tensor(kind: str, entry: TensorEntry, parameter: Tensor, present: Mapping[str, Any]) -> Tensor:
-    """A tensor for a value of a parameter's state: the optimizer's own, or a new one, cut as the parameter is."""
+    """A tensor for a value of a parameter's state: the optimizer's own, or a new one that is cut like the parameter."""
     dtype, own = DTYPES[entry.code], present.get(kind)
     if isinstance(own, Tensor) and own.dtype == dtype and tuple(own.shape) == entry.shape:
         return own

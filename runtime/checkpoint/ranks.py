@@ -1,6 +1,6 @@
-"""The processes that save or load together: short texts from each to all, on a group of their own.
+"""The processes that save or load together: they exchange short texts over a process group of their own.
 
-The group is no other's, so that a save may go on in a thread beside the collectives of training.
+Nothing else uses the group, so that a save may go on in a thread during the collectives of training.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CHECKPOINT = "the checkpoint of all ranks"
 
 
 class Ranks:
-    """The ranks of a job, and this process's place among them. One process alone has no agreement."""
+    """The ranks of a job, and this process's index among them. A single process has no agreement."""
 
     def __init__(self, ranks: tuple[int, ...] = (0,), agreement: Agreement | None = None) -> None:
         self.ranks, self.agreement = ranks, agreement
@@ -44,11 +44,14 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that writes the index, and publishes."""
+        """Whether this rank writes the index and publishes."""
         return self.index == 0
 
     def agree(self, error: Exception | None, text: str = "") -> list[str]:
-        """The texts of all ranks, by index; if one has an error, raise on each its own, or that of the first."""
+        """Exchange texts; return those of all ranks, by index. If some ranks have errors, all ranks raise.
+
+        A rank with an error raises its own, others raise the first one.
+        """
         message = json.dumps([None if error is None else parts_of(error), text])
         data = message.encode()
         answers = [json.loads(each) for each in (self.agreement.exchange(data) if self.agreement else [data])]
@@ -61,7 +64,7 @@ class Ranks:
         return [text for _, text in answers]
 
     def collect(self, text: str) -> list[str]:
-        """On the first rank the texts of all ranks, by index; elsewhere nothing."""
+        """Send texts to the first rank, which gets those of all ranks, by index; others get an empty list."""
         if self.agreement is None:
             return [text]
         texts, data, size = [text], text.encode(), torch.tensor([0])
@@ -89,10 +92,10 @@ _jobs: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], Ranks]] = WeakKeyDi
 
 
 def ranks_of(module: nn.Module, doing: str) -> Ranks:
-    """The ranks that hold a module: those of its mesh, or of the job for a plain one, which every rank has whole.
+    """The ranks that hold a module: those of its mesh, or all of the job for a plain one, which every rank has whole.
 
-    Every one of them calls this the first time, which makes their group; it lives as long as the job. Those of a
-    parallel module come to it together. ``doing``: ``saves``, ``loads`` or ``exports``.
+    All of them must make the first call, which makes their process group; it lives as long as the job. The ranks of a
+    parallel module compare each call at its gate. ``doing``: ``saves``, ``loads`` or ``exports``.
     """
     gate = module.shardc.gate if isinstance(module, ParallelModule) else None
     if gate is not None:
@@ -122,6 +125,6 @@ def _mesh_ranks(module: nn.Module) -> Sequence[int]:
 
 
 def group_of(module: nn.Module) -> int:
-    """The group of ranks that trains a module by itself, of several; 0 if all train it together."""
+    """The index of this rank's group, if several groups train a module by themselves; 0 if all train it together."""
     outer = module.shardc.outer if isinstance(module, ParallelModule) else None
     return 0 if outer is None else outer.groups.index

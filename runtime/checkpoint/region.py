@@ -1,4 +1,4 @@
-"""Blocks of a global tensor: which of them a rank stores, who of several ranks writes one, and where two overlap."""
+"""Blocks of a global tensor: those that a rank stores, the rank that writes one, and the overlap of two."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from shardc.language.sharding import ceil_div
 
 from .file import FormatError
 
-Run = tuple[int, int]  # consecutive indices of a dim: the first, and how many
+Run = tuple[int, int]  # consecutive indices of a dim: the first index, and their number
 Shape = tuple[int, ...]
-MOST_CELLS = 2**22  # of a tensor, when its blocks are checked
+MOST_CELLS = 2**22  # of the grid that the edges of a tensor's blocks make, when the blocks are checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,9 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where a tensor lies on a grid of ranks: for each axis of the grid the cut, or None where ranks are replicas.
+    """The layout of a tensor on a grid of ranks: for each axis of the grid the cut, or None if it replicates.
 
-    ``ranks`` are those of the job, row-major over the axes; ``position`` is this rank's.
+    ``ranks``: numbers in the job, row-major over the axes. ``shape``: that of the grid. ``position``: this rank's.
     """
 
     ranks: tuple[int, ...]
@@ -43,7 +43,7 @@ class Layout:
         return tuple(position // stride % size for stride, size in zip(strides, self.shape, strict=True))
 
     def groups(self) -> list[list[int]]:
-        """The positions that hold the same elements, for every part of the tensor."""
+        """For every part of the tensor, the positions that hold it."""
         return _groups(self.shape, tuple(cut is None for cut in self.cuts))
 
     def blocks(self, shape: Shape) -> tuple[StoredBlock, ...]:
@@ -76,7 +76,7 @@ class Block:
         return tuple(map(int.__add__, self.offsets, self.sizes))
 
     def within(self, outer: Block) -> Shape:
-        """Where this block begins in a block around it."""
+        """The offsets of this block in a block around it."""
         return tuple(map(int.__sub__, self.offsets, outer.offsets))
 
     def __str__(self) -> str:
@@ -110,7 +110,7 @@ def _stored_blocks(
 
 
 def chunk(runs: Sequence[Run], count: int, index: int) -> list[Run]:
-    """One of the ``count`` chunks that ``torch.chunk`` cuts these indices into; the last ones may be empty."""
+    """Chunk ``index`` of the ``count`` chunks into which ``torch.chunk`` cuts these runs; the last may be empty."""
     size = ceil_div(sum(length for _, length in runs), count)
     first, last = size * index, size * (index + 1)
     found: list[Run] = []
@@ -123,7 +123,7 @@ def chunk(runs: Sequence[Run], count: int, index: int) -> list[Run]:
 
 
 def _joined(runs: Iterator[Run]) -> list[Run]:
-    """The runs, those that follow each other as one."""
+    """The runs, with adjacent ones joined."""
     joined: list[Run] = []
     for start, length in runs:
         if joined and sum(joined[-1]) == start:
@@ -143,10 +143,10 @@ def _groups(grid: Shape, is_replica_axis: tuple[bool, ...]) -> list[list[int]]:
 
 
 def choose_writers(sizes: Mapping[str, tuple[Layout, int]]) -> set[str]:
-    """The tensors whose part this rank writes: of all ranks that hold the same part, one does, and bytes are even.
+    """The tensors whose part this rank writes. One of the ranks that hold a part writes it; bytes are balanced.
 
-    ``sizes``: for each tensor of one grid its layout, and the bytes of the largest part. Every rank of the grid comes
-    to the same choice, without a message.
+    ``sizes``: for each tensor of one grid its layout, and the bytes of its largest part. All ranks of the grid make
+    the same choice, without a message.
     """
     own: set[str] = set()
     loads: dict[int, int] = {}
@@ -160,7 +160,7 @@ def choose_writers(sizes: Mapping[str, tuple[Layout, int]]) -> set[str]:
 
 
 def is_covered(shape: Shape, blocks: Collection[Block]) -> bool:
-    """Whether blocks have every element of a tensor once; FormatError if there are too many of them to tell."""
+    """Whether blocks have every element of a tensor exactly once. Raises a FormatError if the check is too large."""
     if sum(block.numel for block in blocks) != math.prod(shape):
         return False
     if any(start < 0 or end > size for block in blocks for start, end, size in _edges(block, shape)):

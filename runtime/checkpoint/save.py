@@ -1,4 +1,4 @@
-"""``shardc.save``: every rank writes its share to a new folder, and the first one publishes it."""
+"""``shardc.save``: every rank writes its share to a new folder, and the first rank publishes it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from .ranks import Ranks, group_of, ranks_of
 from .region import Block, choose_writers
 from .state import State, Stored, block_of, state_to_save, unwrapped
 
-FILE_BYTES = 2**32  # of tensors in one file, unless one block has more
+FILE_BYTES = 2**32  # most bytes of tensors in one file, unless a single block has more
 
 
 class Save:
-    """A save that may still be going on; ``wait`` returns where it was published, or raises what went wrong."""
+    """A save that may still be going on; ``wait`` returns the published folder, or raises the save's error."""
 
     def __init__(self, request: Request, in_thread: bool) -> None:
         self._request: Request | None = request
@@ -46,7 +46,7 @@ class Save:
             self._run()
 
     def wait(self) -> Path:
-        """Wait until the checkpoint is published on every rank: its folder."""
+        """Wait until the checkpoint is published; return its folder. Raises the error of the save."""
         if self._thread is not None:
             self._thread.join()
         self._is_seen = True
@@ -61,7 +61,7 @@ class Save:
         return self._thread is None or not self._thread.is_alive()
 
     def finish(self) -> None:
-        """Wait; raise its error unless that was raised before."""
+        """Wait, and raise the save's error unless ``wait`` has raised it before."""
         if not self._is_seen:
             self.wait()
 
@@ -89,30 +89,30 @@ def save(
     keep: int | None = None,
     asynchronous: bool = False,
 ) -> Save:
-    """Save a module and an optimizer as a new checkpoint in the folder ``path``; every rank of the job calls it.
+    """Save a module and an optimizer as a new checkpoint in the folder ``path``; every rank of the job must call it.
 
-    The checkpoint is ``path/step-00000010``, and ``path/latest`` names it. Of groups of ranks that train by themselves
-    (``Local``) each saves its own, the first one there, others in ``path/group-1`` and so on.
+    The checkpoint is ``path/step-00000010``, and ``path/latest`` names it. If groups of ranks train by themselves
+    (``Local``), each group saves its own: the first one there, others in ``path/group-1`` and so on.
 
     Args:
-        path: of the folder of checkpoints.
+        path: the folder of checkpoints.
         module: a parallel module, or a plain one.
-        optimizer: of its parameters.
-        scheduler: what has a ``state_dict``.
-        scaler: the same.
+        optimizer: the optimizer of its parameters.
+        scheduler: an object with a ``state_dict``.
+        scaler: likewise.
         extra: numbers, strings, tensors, lists and dicts; the first rank's are saved.
-        step: the number in the checkpoint's name; by default the parallel module's own, of a plain module one more than
-            the last.
-        keep: remove all but the last so many checkpoints, once this one is published.
-        asynchronous: copy what this rank writes and return; a thread writes it, while training goes on.
+        step: the number in the checkpoint's name; by default the parallel module's own, for a plain module one more
+            than the largest.
+        keep: the number of checkpoints to keep; older ones are removed once this one is published.
+        asynchronous: copy the values that this rank writes and return; a thread writes them while training goes on.
 
     Returns:
-        The save, whose ``wait()`` returns the checkpoint's folder once it is published. That, or the next save of this
-        module, raises the errors of an asynchronous one.
+        The save, whose ``wait()`` returns the checkpoint's folder once it is published. ``wait()``, or the next save of
+        this module, raises the errors of an asynchronous save.
 
     Raises:
-        CheckpointError: for a value that cannot be saved and a folder that cannot be written; the error of any rank is
-            raised on every rank at once.
+        CheckpointError: for a value that cannot be saved or a folder that cannot be written; every rank raises the
+            error of any rank.
 
     Examples:
         >>> import tempfile, torch, shardc
@@ -154,13 +154,13 @@ def finish_save(ranks: Ranks) -> None:
 
 @atexit.register
 def _finish_saves() -> None:
-    """Wait for saves that are going on, unless the process ends by an error: other ranks may be gone then."""
+    """Wait for unfinished saves, unless the process ends by an error: other ranks may be gone then."""
     for latest in list(_latest_saves.values()) if getattr(sys, "last_value", None) is None else ():
         latest.finish()
 
 
 def check_request(path: Any, module: Any, optimizer: Any, step: Any, keep: Any) -> None:
-    """A CheckpointError for arguments of a wrong kind."""
+    """Raise a CheckpointError for arguments of a wrong kind."""
     if not isinstance(path, (str, os.PathLike)) or not str(path):
         raise CheckpointError("path", repr(path), "it names no folder", "write shardc.save('run/ckpt', module)")
     if not isinstance(module, nn.Module):
@@ -177,7 +177,7 @@ def check_request(path: Any, module: Any, optimizer: Any, step: Any, keep: Any) 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A block that this rank writes: of which tensor, and its values."""
+    """A block that this rank writes: its tensor, and its values."""
 
     tensor: str
     block: Block
@@ -202,7 +202,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is to be saved, and where. ``error``: why this rank cannot; the others must hear of it."""
+    """The state to save, and its destination. ``error``: the reason why this rank cannot save, for the other ranks."""
 
     root: Path
     ranks: Ranks
@@ -214,7 +214,7 @@ class Request:
 
 
 def shares_of(state: State) -> Iterator[Share]:
-    """The blocks that this rank writes, so that each block is written by one rank, and all write as many bytes."""
+    """The blocks that this rank writes; one rank writes each block, and all write about as many bytes."""
     grids: dict[Any, dict[str, Stored]] = {}
     for key, each in state.tensors.items():
         _check_storable(key, each.value)
@@ -251,7 +251,7 @@ def _bytes_of_a_part(stored: Stored) -> int:
 
 
 def carry_out(request: Request) -> Path:
-    """Write this rank's share, wait for all others, and publish: the folder. The old ones stay until then."""
+    """Write this rank's share, wait for all others, and publish. Returns the folder; old ones stay until then."""
     ranks, error = request.ranks, request.error
     with ExitStack() as stack:
         folder = request.root
@@ -268,7 +268,7 @@ def carry_out(request: Request) -> Path:
             report = write_shares(request, folder)
         except Exception as caught:
             error = caught
-        reports = [json.loads(text) for text in ranks.collect(json.dumps(report))]  # an empty one has an error
+        reports = [json.loads(text) for text in ranks.collect(json.dumps(report))]  # empty from a rank with an error
         if ranks.is_first and all(reports):
             try:
                 folder = _publish(request, folder, joined(request, reports))
@@ -289,7 +289,7 @@ def _check_equal(requests: Sequence[Any]) -> None:
 
 
 def write_shares(request: Request, folder: Path) -> dict[str, Any]:
-    """Write this rank's files; what it wrote, as JSON."""
+    """Write this rank's files; return a report of them, for JSON."""
     assert request.state is not None
     files: dict[str, Any] = {}
     pieces: list[Any] = []
@@ -310,7 +310,7 @@ def write_shares(request: Request, folder: Path) -> dict[str, Any]:
 
 
 def _files_of(shares: Sequence[Share]) -> Iterator[list[Share]]:
-    """The shares of each file; in a file those of wider dtypes first, so that each begins where its dtype may."""
+    """The shares of each file, wider dtypes first, so that each tensor is aligned for its dtype."""
     batch, size = list[Share](), 0
     for share in shares:
         if batch and size + share.value.nbytes > FILE_BYTES:
@@ -323,7 +323,7 @@ def _files_of(shares: Sequence[Share]) -> Iterator[list[Share]]:
 
 
 def joined(request: Request, reports: Sequence[Mapping[str, Any]]) -> Index:
-    """The index of what all ranks wrote; a CheckpointError if that does not fit together."""
+    """The index of the files of all ranks. Raises a CheckpointError if these do not make a checkpoint."""
     files, aliases, tensors = dict[str, FileEntry](), dict[str, str](), dict[str, TensorEntry]()
     pieces: dict[str, list[Piece]] = {}
     values: dict[str, Any] = {}
@@ -346,7 +346,7 @@ def joined(request: Request, reports: Sequence[Mapping[str, Any]]) -> Index:
 
 
 def _add_values(values: dict[str, Any], report: Mapping[str, Any]) -> None:
-    """Add the values of a rank; of an optimizer those of the parameters that are there alone."""
+    """Add the values of a rank; those of an optimizer are merged, since ranks may have different parameters."""
     if "optimizer" not in values or "optimizer" not in report:
         values.update(report)
         return
@@ -361,7 +361,7 @@ def _add_values(values: dict[str, Any], report: Mapping[str, Any]) -> None:
 
 
 def _publish(request: Request, folder: Path, index: Index) -> Path:
-    """Write the index, and let the folder have its name; a CheckpointError if a file is not there."""
+    """Write the index and publish the folder. Raises a CheckpointError if a file is missing or has another size."""
     for name, entry in index.files.items():
         with named_errors(folder / name, "cannot be read"):
             size = (folder / name).stat().st_size

@@ -1,4 +1,4 @@
-"""What of a module, an optimizer and the rest is saved: its tensors by key, each with its layout, and plain values."""
+"""The state to save of a module, an optimizer and others: tensors by key, each with its layout, and plain values."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from .tree import encode, key_of
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor as this rank stores it: the global shape, the part that is here, and where it lies on the job's ranks.
+    """A tensor as this rank stores it: its global shape, the part on this rank, and its layout on the job's ranks.
 
-    ``is_saved`` is False where other ranks hold all of it too, and save it.
+    ``is_saved``: False if the ranks of another pipeline stage hold the tensor too, and save it.
     """
 
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Tensors by key, further names of tied parameters, and values; those of parameters are their first holder's."""
+    """Tensors by key, further names of tied parameters, and values; the first holder of a parameter has its values."""
 
     tensors: dict[str, Stored]
     aliases: dict[str, str]
@@ -48,7 +48,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The tensors of a module by their first name, those by further names, and what ``state_dict`` has besides."""
+    """The tensors of a module by first name, the first names by further names, and other entries of ``state_dict``."""
 
     tensors: dict[str, Tensor]
     aliases: dict[str, str]
@@ -56,7 +56,7 @@ class Names:
 
     @staticmethod
     def of(module: nn.Module) -> Names:
-        """The names of ``state_dict``: without buffers that are not persistent, of a pipeline this rank's stages."""
+        """The names in ``state_dict``: without non-persistent buffers; in a pipeline those of this rank's stages."""
         tensors, first, others = dict[str, Tensor](), dict[int, str](), dict[str, Any]()
         aliases: dict[str, str] = {}
         for name, value in module.state_dict(keep_vars=True).items():
@@ -70,7 +70,7 @@ class Names:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside of DistributedDataParallel or ``torch.compile``, which has the names of the user's."""
+    """The module inside DistributedDataParallel or ``torch.compile``, which has the user's names."""
     inner: Any = module
     while isinstance(inner, DistributedDataParallel) or "_orig_mod" in inner._modules:
         inner = inner.module if isinstance(inner, DistributedDataParallel) else inner._orig_mod
@@ -78,7 +78,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def state_to_save(module: nn.Module, optimizer: Optimizer | None, others: Mapping[str, Any], ranks: Ranks) -> State:
-    """The state of a module and an optimizer, and of ``others`` by section; a CheckpointError for what is no value."""
+    """The state of a module and an optimizer, and ``others`` by section. CheckpointError if a value cannot be saved."""
     state, names = State({}, {}, {}), Names.of(module)
     layouts: dict[int, tuple[Layout, bool]] = {}
     for name, tensor in names.tensors.items():
@@ -103,12 +103,12 @@ def state_to_save(module: nn.Module, optimizer: Optimizer | None, others: Mappin
 
 
 def is_saved_here(module: nn.Module, name: str) -> bool:
-    """Whether this rank's stage of a pipeline is the one that saves a tensor which several stages may hold."""
+    """Whether this rank's stage saves a tensor that several stages of a pipeline may hold; True without a pipeline."""
     return not isinstance(module, PipelineModule) or module.shardc.is_first_home(name)
 
 
 def layout_of(tensor: Tensor, ranks: Ranks, name: str, like: Layout | None = None) -> Layout:
-    """Where a tensor lies: of a DTensor by its placements; a plain one is on all ranks of ``like``, or of the job."""
+    """The layout of a tensor: a DTensor's by its placements; a plain one is on all ranks of ``like``, or of the job."""
     if isinstance(tensor, DTensor):
         cuts = tuple(_cut_of(each, name) for each in tensor.placements)
         return Layout(*_grid_of(tensor.device_mesh), cuts, _position_in(tensor.device_mesh))
@@ -140,7 +140,7 @@ def _position_in(mesh: DeviceMesh) -> int:
 
 
 def _encoded(section: str, value: Any, state: State, ranks: Ranks) -> Any:
-    """A section's values; the tensors among them are the job's, the same on every rank."""
+    """The encoded values of a section; plain tensors among them are equal on all ranks of the job."""
     tensors: dict[str, Tensor] = {}
     encoded = encode(value, (section,), tensors)
     for key, each in tensors.items():
@@ -149,7 +149,7 @@ def _encoded(section: str, value: Any, state: State, ranks: Ranks) -> Any:
 
 
 def optimizer_names(names: Names, optimizer: Optimizer) -> list[list[str]]:
-    """The names of an optimizer's parameters, by group; a CheckpointError for one that the module does not have."""
+    """The names of an optimizer's parameters, by group. CheckpointError for one that the module does not have."""
     by_id = {id(each): name for name, each in names.tensors.items()}
     found = [[by_id.get(id(each)) for each in group["params"]] for group in optimizer.param_groups]
     for i, group in enumerate(found):
@@ -163,7 +163,7 @@ def optimizer_names(names: Names, optimizer: Optimizer) -> list[list[str]]:
 def _optimizer_values(
     module: nn.Module, names: Names, optimizer: Optimizer, layouts: Mapping[int, tuple[Layout, bool]], state: State
 ) -> dict[str, Any]:
-    """The optimizer's values by the names of parameters: those that this rank's stage is the first to hold."""
+    """The optimizer's values by the names of parameters: of those whose first holder is this rank's stage."""
     values: dict[str, Any] = {"state": {}, "groups": []}
     for group, group_names in zip(optimizer.param_groups, optimizer_names(names, optimizer), strict=True):
         own = [name for name in group_names if layouts[id(names.tensors[name])][1]]

@@ -1,4 +1,4 @@
-"""Values as JSON with their tensors apart: state dicts of optimizers and schedulers, and what a user adds."""
+"""Encodes values as JSON, with tensors kept apart: state dicts of optimizers and schedulers, and the user's extras."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from .file import FormatError
 
 
 def encode(value: Any, path: tuple[str, ...], tensors: dict[str, Tensor]) -> Any:
-    """A value as JSON; tensors in it are added to ``tensors``, by a key made of their path.
+    """Encode a value as JSON; add tensors in it to ``tensors``, by a key made of their path.
 
-    Numbers, strings, None, lists, tuples, dicts, Counters, dtypes and tensors; a CheckpointError for others.
+    Takes numbers, strings, None, lists, tuples, dicts, Counters, dtypes and tensors. Raises a CheckpointError for
+    others.
     """
     if value is None or isinstance(value, (bool, str)):
         return value
@@ -51,7 +52,7 @@ def encode(value: Any, path: tuple[str, ...], tensors: dict[str, Tensor]) -> Any
 
 
 def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
-    """The value that was encoded; ``tensor`` finds the tensor of a key. FormatError for an unknown tag."""
+    """Decode an encoded value; ``tensor`` finds the tensor of a key. Raises a FormatError for an unknown tag."""
     if isinstance(value, list):
         return [decode(each, tensor) for each in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The values of a model that is on meta: those of a state dict, or of a folder that transformers wrote."""
+"""The values of a model on meta, from a state dict or from a folder that transformers wrote."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Initial = Callable[[Sequence[str]], Mapping[str, Tensor]]
 
 
 def weights_of(model: nn.Module, source: Any, initial: Initial) -> dict[str, Value]:
-    """The values of a model's parameters and buffers, by name; those in files are read where they are copied.
+    """The values of a model's parameters and buffers, by name; those in files are read when they are copied.
 
-    ``source``: a mapping of names to tensors, or a folder with safetensors files, as transformers writes it: names may
-    lack or have the prefix of the model's base, and of a model of transformers tensors may be stored in other parts.
-    ``initial`` computes the buffers on meta that it lacks, by their names. A CheckpointError names a parameter that it
-    lacks, or a tensor of another shape.
+    ``source``: a mapping of names to tensors, or a folder with safetensors files, as transformers writes it. Names may
+    lack or have the prefix of the model's base, and a transformers model's tensors may be stored in other parts.
+    ``initial``: computes buffers on meta that the source lacks, by their names. Raises a CheckpointError for a
+    parameter that the source lacks, or a tensor of another shape.
     """
     is_state = isinstance(source, Mapping)
     stored = ((name, TensorValue(each)) for name, each in source.items()) if is_state else _values_in(Path(source))
@@ -63,7 +63,7 @@ def weights_of(model: nn.Module, source: Any, initial: Initial) -> dict[str, Val
 
 @dataclass(frozen=True)
 class FileValue(WholeValue):
-    """The value of a tensor in a file. Its pages are in this process's memory while it is read."""
+    """The value of a tensor in a file, whose pages are in this process's memory only while it is read."""
 
     file: OpenFile
     key: str
@@ -82,7 +82,7 @@ def _who(source: Any) -> str:
 
 
 def _keys(model: nn.Module, name: str) -> Iterator[str]:
-    """The names that a tensor of a model may have where it was saved."""
+    """The names under which a tensor of a model may be saved."""
     yield name
     prefix = getattr(model, "base_model_prefix", "")
     if prefix:
@@ -105,7 +105,7 @@ def _check(
 
 
 def _values_in(folder: Path) -> Iterator[tuple[str, WholeValue]]:
-    """The values of the tensors in the safetensors files of a folder, none of which is read yet."""
+    """The values of the tensors in the safetensors files of a folder; no tensor is read yet."""
     files = sorted(folder.glob(f"*{SUFFIX}"))
     with named_errors(folder / INDEX, "cannot be read"):
         if (folder / INDEX).exists():
@@ -115,5 +115,5 @@ def _values_in(folder: Path) -> Iterator[tuple[str, WholeValue]]:
         what, problem = "a folder", "there is no safetensors file in it"
         raise CheckpointError(str(folder), what if folder.is_dir() else "no folder", problem, "give one that has some")
     for path in files:
-        file = OpenFile(Path(os.path.realpath(path)))  # a hub's cache has links
+        file = OpenFile(Path(os.path.realpath(path)))  # the hub's cache consists of links
         yield from ((key, FileValue(file, key)) for key in file.headers)

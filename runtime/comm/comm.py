@@ -1,4 +1,4 @@
-"""The interface by which a program's collectives are run, on virtual ranks or on torch.distributed."""
+"""The interface that runs a program's collectives, on virtual ranks or on torch.distributed."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from shardc.program.program import Program
 
 from .process_group import join, split
 
-Tensors = Sequence[Tensor]  # one for each rank that lives in this process
+Tensors = Sequence[Tensor]  # one for each rank in this process
 Results = Callable[[], Tensors]  # waits for a collective, and returns its results
 Places = Sequence[Tensor | None]  # tensors that results may be written to; empty, or one for each result
-Rows = Sequence[Sequence[Tensor]]  # for each rank that lives in this process, one tensor for each value of a bucket
+Rows = Sequence[Sequence[Tensor]]  # for each rank in this process, one tensor for each value of a bucket
 PartNames = tuple[str, ...]  # axis parts as printed, major first
 
 REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
 class Comm(Protocol):
-    """Runs collectives over the ranks of a mesh, of which those at ``positions`` live in this process.
+    """Runs collectives over the ranks of a mesh; those at ``positions`` are in this process.
 
-    ``traffic`` counts what each of these ranks sends, parallel to ``positions``.
+    ``traffic`` counts the calls and bytes that each of these ranks sends, in the order of ``positions``.
     """
 
     @property
@@ -56,20 +56,20 @@ class Comm(Protocol):
     def start(self, kind: str, xs: Tensors, *args: Any, is_own: bool = False, into: Places = ()) -> Results:
         """Start the collective ``kind``, with the arguments of its function in shardc/program/collective.py.
 
-        Returns a function that waits for the results. In groups of one it does nothing. ``is_own``: nobody else reads
-        the operands, so that their memory may be reused.
+        Returns a function that waits for the results. In groups of one rank it does nothing. ``is_own``: nobody else
+        reads the operands, so that their memory may be reused.
         """
 
     def start_bucket(self, layout: BucketLayout, rows: Rows, into: Sequence[Places] = ()) -> Callable[[], Rows]:
         """Start one collective for all values of a bucket."""
 
     def rotate(self, rows: Rows, axes: PartNames, by: int = 1) -> Callable[[], Rows]:
-        """Start to send each rank's tensors ``by`` indices further in its group; the result has those that arrive."""
+        """Start to send each rank's tensors ``by`` indices further in its group. The result: the received tensors."""
 
 
 @dataclass(slots=True)
 class Traffic:
-    """Calls and bytes that one rank has sent, by kind of collective."""
+    """The calls and the sent bytes of one rank, by kind of collective."""
 
     calls: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
@@ -85,7 +85,7 @@ class Traffic:
 
 
 class LocalCollectives:
-    """The kinds of collectives that send nothing, the same for every ``Comm``."""
+    """The kinds of collectives that send nothing; every ``Comm`` shares them."""
 
     mesh: Mesh
     positions: tuple[int, ...]
@@ -113,7 +113,7 @@ class LocalCollectives:
 
 @functools.lru_cache(maxsize=1024)
 def _indices(mesh: Mesh, axes: PartNames, positions: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-    """The number of pieces that axes cut, and the index of the piece at each position."""
+    """The number of pieces into which axes cut a dim, and the index of the piece at each position."""
     parts = parse_parts(axes, mesh)
     return num_shards(parts), tuple(mesh.index(position, parts) for position in positions)
 
@@ -129,7 +129,8 @@ def chunk(x: Tensor, count: int, dim: int, index: int) -> Tensor:
 class BucketLayout:
     """The layout of a bucket's values in one buffer.
 
-    ``parts``: the collective of each value. ``shapes``: those of one rank's operands. ``count``: ranks in a group.
+    ``parts``: the collective of each value. ``shapes``: those of one rank's operands. ``count``: the number of ranks in
+    a group.
     """
 
     parts: tuple[Member, ...]
@@ -146,7 +147,7 @@ class BucketLayout:
 
     @property
     def kind(self) -> CollectiveKind:
-        """The kind of the collective, the same for all values."""
+        """The kind of the collective, which all values share."""
         return self.parts[0].kind
 
     @property
@@ -163,7 +164,7 @@ class BucketLayout:
         return buffer, buffer.split(sizes)
 
     def pack(self, xs: Sequence[Tensor]) -> Tensor:
-        """The values in one buffer: flat, or for a reduce_scatter one row a rank, or for an all_gather one row."""
+        """The values in one buffer: flat; for a reduce_scatter a row for each rank, for an all_gather one row."""
         if self.kind == "all_reduce":
             return torch.cat([x.reshape(-1) for x in xs])
         if self.kind == "all_gather":
@@ -172,13 +173,13 @@ class BucketLayout:
         return torch.cat([split(x, self.count, part.args[2]).flatten(1) for x, part in pairs], 1)
 
     def unpack(self, buffer: Tensor) -> list[Tensor]:
-        """The result of each value's collective; views of the buffer where possible."""
+        """The result of each value's collective; views of the buffer if possible."""
         rows = buffer if buffer.dim() == 2 else buffer.unsqueeze(0)
         share = self.count if self.kind == "reduce_scatter" else 1
         pieces = rows.split([math.prod(shape) // share for shape in self.shapes], 1)
         results = []
         for piece, part, shape in zip(pieces, self.parts, self.shapes, strict=True):
-            if part.kind == "all_gather":  # a view would hold all
+            if part.kind == "all_gather":  # a view would keep the whole buffer alive
                 results.append(join(piece.reshape(self.count, *shape), part.args[1]).contiguous())
                 continue
             if part.kind == "reduce_scatter":

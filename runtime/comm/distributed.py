@@ -1,4 +1,4 @@
-"""torch.distributed: this rank's collectives over the groups of a DeviceMesh."""
+"""This rank's collectives on torch.distributed, over the groups of a DeviceMesh."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .process_group import Group, is_traced, limit_timeout, process_group_of
 
 
 class TorchComm(LocalCollectives):
-    """Runs this process's collectives; ``device`` is the one of the mesh that this process computes on.
+    """Runs this process's collectives. ``device``: the mesh's device on which this process computes.
 
     Process groups are made when they are first used, in the same order on every rank, since all ranks run one program.
     The groups of the DeviceMesh's own axes are reused.
@@ -53,7 +53,7 @@ class TorchComm(LocalCollectives):
         announce(self)
 
     def start(self, kind: str, xs: Tensors, *args: Any, is_own: bool = False, into: Places = ()) -> Results:
-        """Start a collective; local work is done at once."""
+        """Start a collective; local kinds run at once."""
         if kind in LOCAL_KINDS:
             results: Tensors = getattr(self, kind)(xs, *args)
             return lambda: results
@@ -73,7 +73,7 @@ class TorchComm(LocalCollectives):
         return lambda: [finish()]
 
     def start_bucket(self, layout: BucketLayout, rows: Rows, into: Sequence[Places] = ()) -> Callable[[], Rows]:
-        """Start one collective for a bucket, or messages where the backend is faster with them."""
+        """Start one collective for a bucket, or messages if they are faster with the backend."""
         group = self._group_along(layout.parts[0].args[0])
         if group is None or not _sends_messages(layout.kind, group):
             return start_packed(self, layout, [layout.pack(row) for row in rows])
@@ -83,7 +83,7 @@ class TorchComm(LocalCollectives):
         return lambda: [finish()]
 
     def rotate(self, rows: Rows, axes: PartNames, by: int = 1) -> Callable[[], Rows]:
-        """Start to send this rank's tensors ``by`` indices further in its group; the result has those that arrive."""
+        """Start to send this rank's tensors ``by`` indices further in its group. The result: the received tensors."""
         group, (xs,) = self._group_along(axes), rows
         assert group is not None, axes
         self.traffic[0].count("collective_permute", sum(x.nbytes for x in xs))
@@ -93,11 +93,11 @@ class TorchComm(LocalCollectives):
 
     @property
     def process_groups(self) -> Sequence[ProcessGroup]:
-        """Those that this process may wait on."""
+        """The groups that this process may wait on."""
         return list(self._process_groups.values())
 
     def group(self, axes: Axes) -> Group:
-        """This rank's group along axes; its process group is made if there is none yet."""
+        """This rank's group along axes; makes its process group if there is none yet."""
         if axes not in self._groups:
             members = next(group for group in self.mesh.groups(axes) if self.position in group)
             ranks = [self.mesh.rank(position) for position in members]
@@ -110,7 +110,7 @@ class TorchComm(LocalCollectives):
         return self._groups[axes]
 
     def _group_along(self, axes: PartNames) -> Group | None:
-        """This rank's group along printed axes; None if it is this rank alone."""
+        """This rank's group along printed axes; None if it has one rank."""
         if axes not in self._groups_by_name:
             parts = parse_parts(axes, self.mesh)
             self._groups_by_name[axes] = self.group(parts) if num_shards(parts) > 1 else None
@@ -160,7 +160,7 @@ def _sends_messages(kind: str, group: Group) -> bool:
 
 
 def _messages(kind: str, xs: Tensors, rest: Sequence[Sequence[Any]], group: Group, into: Places = ()) -> Results:
-    """Start messages; ``rest``: for each of ``xs`` the arguments of its collective after the axes."""
+    """Start messages. ``rest``: for each of ``xs`` the arguments of its collective after the axes."""
     if kind == "all_gather":
         places = into or [None] * len(xs)
         return messages.all_gather([(x, dim, place) for x, (dim,), place in zip(xs, rest, places, strict=True)], group)
@@ -175,7 +175,7 @@ def union(src: Axes, dst: Axes) -> Axes:
 
 
 def own_position(device_mesh: DeviceMesh) -> int:
-    """The position of this process in the mesh, row-major over the axes; a ShardingError if it is not in it."""
+    """The position of this process in the mesh, row-major over the axes. ShardingError if it is not in the mesh."""
     coordinate = device_mesh.get_coordinate()
     if coordinate is None:
         what, problem = f"ranks {device_mesh.mesh.flatten().tolist()}", f"rank {dist.get_rank()} is not among them"
@@ -189,7 +189,7 @@ def own_position(device_mesh: DeviceMesh) -> int:
 def make_device_mesh(mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
     """A DeviceMesh over the running job; starts the default process group from torchrun's environment if there is none.
 
-    ShardingError if the mesh is larger than the job.
+    Raises a ShardingError if the mesh is larger than the job.
     """
     start_job(device_type)
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -206,7 +206,7 @@ _device_meshes: WeakKeyDictionary[ProcessGroup, dict[tuple[Any, ...], DeviceMesh
 def shared_device_mesh(
     ranks: Sequence[int], shape: Sequence[int], names: Sequence[str], device_type: str
 ) -> DeviceMesh:
-    """The one DeviceMesh that equal meshes of a job share, since every DeviceMesh makes process groups of its own."""
+    """The DeviceMesh that equal meshes of a job share; every new DeviceMesh would make process groups of its own."""
     job, key = dist.group.WORLD, (device_type, tuple(ranks), tuple(shape), tuple(names))
     known = {} if job is None else _device_meshes.setdefault(job, {})
     if key not in known:
@@ -218,8 +218,8 @@ def shared_device_mesh(
 def start_job(device_type: str) -> None:
     """Start the default process group from torchrun's environment, unless there is one.
 
-    torchrun keeps one store for all attempts of a job: without a prefix a rank that is started again may read the
-    address that another rank had in the last attempt.
+    torchrun keeps one store for all attempts of a job: without a prefix a restarted rank may read another rank's
+    address from the last attempt.
     """
     if dist.is_initialized() or "RANK" not in os.environ:
         return

@@ -20,7 +20,7 @@ from shardc.language.sharding import WHOLE, DimSharding, Sharding, ceil_div, chu
 
 @dataclass(frozen=True, slots=True)
 class Digit:
-    """A factor of a dim's size: the size of a mesh axis that cuts it, or of an uncut run (``axis`` is empty)."""
+    """A factor of a dim's size: the size of a mesh axis that cuts the dim, or of an uncut run (``axis`` is empty)."""
 
     size: int
     axis: str = ""
@@ -29,21 +29,21 @@ class Digit:
 def local(tensor: Tensor) -> Tensor:
     """The local tensor of a DTensor, not a copy."""
     assert isinstance(tensor, DTensor), type(tensor)
-    piece: Tensor = tensor._local_tensor  # to_local is a step of autograd, which costs more than a small op
+    piece: Tensor = tensor._local_tensor  # to_local is an autograd op, which costs more than a small op
     return piece
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank stores, not a copy; of a plain one all of it."""
+    """The part of a tensor that this rank stores, not a copy; all of a plain tensor."""
     return local(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def placements(sharding: Sharding, shape: Sequence[int], name: str = "value") -> tuple[Placement, ...]:
-    """The DTensor placement of a sharding on every axis of the mesh.
+    """The DTensor placements of a sharding, one for each axis of the mesh.
 
     An axis that is minor to a later axis of the mesh, or to an uncut run of elements as in ``blocks``, cuts each of
-    several stretches and becomes a strided shard. ShardingError for parts of an axis, which no placement expresses, and
-    for what torch would gather in a wrong order.
+    several stretches and becomes a strided shard. Raises a ShardingError for parts of an axis, which no placement
+    expresses, and for shardings that torch would gather in a wrong order.
     """
     assert not sharding.partial, (name, sharding)
     placed: dict[str, Placement] = {}
@@ -61,7 +61,7 @@ def placements(sharding: Sharding, shape: Sequence[int], name: str = "value") ->
 
 
 def check_order(mesh: Mesh) -> None:
-    """ShardingError if ranks do not ascend along an axis of the mesh, since torch's groups sort their ranks."""
+    """Raise a ShardingError if ranks do not ascend along an axis of the mesh, since torch's groups sort their ranks."""
     for name in mesh.axis_names:
         for group in mesh.groups((mesh.axis(name),)):
             ranks = [mesh.rank(position) for position in group]
@@ -71,7 +71,7 @@ def check_order(mesh: Mesh) -> None:
 
 
 def sharding_of(placed: Sequence[Placement], shape: Sequence[int], mesh: Mesh, name: str = "value") -> Sharding:
-    """The sharding of placements; a ShardingError for a partial value, or an uneven cut that is not supported."""
+    """The sharding of placements. Raises a ShardingError for a partial value or an unsupported uneven cut."""
     if all(type(placement) in (Shard, Replicate) for placement in placed):
         axes = [(mesh.axis(axis), placement) for axis, placement in zip(mesh.axis_names, placed, strict=True)]
         cuts = [tuple(part for part, placement in axes if placement.is_shard(dim)) for dim in range(len(shape))]
@@ -109,7 +109,10 @@ def _digits(cut: DimSharding, size: int, sharding: Sharding, name: str) -> list[
 
 
 def _check_gatherable(row: list[Digit], sharding: Sharding, who: str) -> None:
-    """ShardingError unless torch 2.13 gathers the dim right: no uncut run before a cut, or one strided cut."""
+    """Raise a ShardingError unless torch 2.13 gathers the dim correctly.
+
+    It does for fewer than two cuts, for no uncut run before a cut, and for two cuts of which only the last is strided.
+    """
     axes = [digit.axis for digit in row if digit.axis]
     is_dense = all(digit.axis or digit.size == 1 for digit in row[: len(axes)])
     is_last_strided = [name for name in sharding.mesh.axis_names if name in axes] == axes and bool(row[0].axis)
@@ -120,7 +123,7 @@ def _check_gatherable(row: list[Digit], sharding: Sharding, who: str) -> None:
 
 
 def _cut(row: list[Digit], stretches: int, new: Digit, who: str) -> list[Digit]:
-    """The row with the first uncut run after ``stretches`` elements of uncut runs cut by a new digit."""
+    """The row after a new cut: the digit ``new`` cuts the first uncut run that follows ``stretches`` uncut elements."""
     done, rest = list[Digit](), list(row)
     while stretches > 1:
         digit = rest.pop(0)
@@ -138,11 +141,11 @@ def _cut(row: list[Digit], stretches: int, new: Digit, who: str) -> list[Digit]:
     return [*done, *rest[:at], new, *remaining, *rest[at + 1 :]]
 
 
-Region = tuple[tuple[int, int], ...]  # for each sub-dim, the start and the length of a piece
+Region = tuple[tuple[int, int], ...]  # for each sub-dim the start and the length of a piece
 
 
 def shard(whole: Tensor, sharding: Sharding, position: int) -> Tensor:
-    """The piece of a whole tensor of the rank at ``position``, without padding; a view where possible."""
+    """The piece of a whole tensor at ``position``, without padding; a view if possible."""
     if not any(part.size > 1 for part in sharding.cut_axes):
         return whole
     refined = whole.reshape(_refined_shape(sharding, whole.shape))
@@ -151,7 +154,7 @@ def shard(whole: Tensor, sharding: Sharding, position: int) -> Tensor:
 
 
 def pad(piece: Tensor, sharding: Sharding, shape: Sequence[int], position: int) -> Tensor:
-    """The piece of a value of global ``shape``, padded with zeros to the size that all ranks have."""
+    """The piece of a value of global ``shape``, padded with zeros to the size that is equal on all ranks."""
     if tuple(piece.shape) == sharding.local_shape(tuple(shape)):
         return piece
     lengths = [length for _, length in region(sharding, shape, position)]
@@ -161,7 +164,7 @@ def pad(piece: Tensor, sharding: Sharding, shape: Sequence[int], position: int) 
 
 
 def unpad(padded: Tensor, sharding: Sharding, shape: Sequence[int], position: int) -> Tensor:
-    """A piece without its padding; a view where possible."""
+    """A piece without its padding; a view if possible."""
     lengths = [length for _, length in region(sharding, shape, position)]
     chunks = _chunks(sharding, shape)
     if lengths == chunks:
@@ -193,7 +196,7 @@ def unshard(pieces: Sequence[Tensor], sharding: Sharding, shape: tuple[int, ...]
 
 
 def region(sharding: Sharding, shape: Sequence[int], position: int) -> Region:
-    """The part of the whole tensor that a position holds, with one dim for every sub-dim."""
+    """The part of the whole tensor that a position holds, with an entry for every sub-dim."""
     return tuple(
         chunk_of(sub, axes, sharding.mesh, position)
         for dim, size in zip(sharding.dims, shape, strict=True)
@@ -202,7 +205,7 @@ def region(sharding: Sharding, shape: Sequence[int], position: int) -> Region:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors hold the same bytes, NaN and signed zeros included. Two on meta are not the same."""
+    """Whether two tensors hold the same bytes, NaN and signed zeros included. False for two different meta tensors."""
     if a is b:
         return True
     if a.is_meta or a.shape != b.shape or a.dtype != b.dtype:

@@ -1,8 +1,8 @@
-"""When a rank fails: which one it is, what the others waited for, and how all of them end.
+"""Failures of ranks: finds the failed rank, names the collective that others waited for, and ends all ranks.
 
 A rank whose collective fails posts a mark in the job's store and closes its connections, so that the ranks that wait
 for it fail too. Then each of them looks for the cause: a rank that has posted an error of its own, whose process is
-gone or stopped, or that posts nothing. While all is well nothing of this runs.
+gone or stopped, or that posts nothing. Without a failure none of this runs.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from shardc.language.errors import CommunicationError, RankError, error_line
 
 from .interrupt import interruptible
 
-SECONDS = 1.0  # to find the cause; all ranks do it at once
-PAUSE = 0.02  # between two looks at the store
+SECONDS = 1.0  # to find the cause, on all ranks at once
+PAUSE = 0.02  # seconds between two polls of the store
 CLOSING = (1 << 20) - 1  # the tag of a message that nobody sends
 LONGEST = 2000  # characters of another rank's error
-MANY = 256  # ranks of a job of which a rank asks only its own group
+MANY = 256  # ranks; in a larger job a rank asks only its own group
 
 
 class HoldsGroups(Protocol):
-    """Waits on collectives of process groups, or of gloo's own class without torch's around it."""
+    """An object that waits on collectives of process groups, or of bare gloo groups without torch's wrapper."""
 
     @property
     def process_groups(self) -> Sequence[Any]: ...
@@ -47,10 +47,11 @@ class HoldsGroups(Protocol):
 
 @dataclass(slots=True)
 class _Job:
-    """What this process knows of its job.
+    """The state of this process's job.
 
-    ``holders``: what waits on process groups here. ``default``: the default process group in whose store this process
-    has said where it runs. ``is_marked``: an error of this rank is posted. ``meetings``: how often ranks have met.
+    ``holders``: objects that wait on process groups here. ``default``: the default process group in whose store this
+    process is registered. ``is_marked``: whether an error of this rank is posted. ``meetings``: by ranks, the number of
+    their meetings.
     """
 
     holders: WeakSet[Any] = field(default_factory=WeakSet)
@@ -70,7 +71,7 @@ def is_communication(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def waiting(who: Callable[[], str], ranks: Sequence[int] | Callable[[], Sequence[int]]) -> Iterator[None]:
-    """Explain errors of the communication in the block: ``who`` waited, and which rank is gone; see ``explained``."""
+    """Context that explains errors of communication: it names the waiting collective, ``who``, and the lost rank."""
     try:
         yield
     except RuntimeError as error:
@@ -80,10 +81,10 @@ def waiting(who: Callable[[], str], ranks: Sequence[int] | Callable[[], Sequence
 
 
 def explained(who: str, ranks: Sequence[int]) -> CommunicationError:
-    """The error of a collective that failed, once this rank has ended what other ranks wait for.
+    """The error of a failed collective; closes this rank's connections, so that ranks that wait for it fail too.
 
-    ``who``: the collective, its place in the model and its axes; ``ranks``: those that take part. Takes a second if
-    the cause cannot be seen.
+    ``who``: the collective, its place in the model and its axes. ``ranks``: those that take part. Takes a second if the
+    cause cannot be found.
     """
     who, found = f"{who}, {ranks_text(ranks)}", list[str]()
     search = threading.Thread(target=lambda: found.append(_search(who, ranks)), daemon=True)  # the store may hang
@@ -94,14 +95,14 @@ def explained(who: str, ranks: Sequence[int]) -> CommunicationError:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """``rank 1`` or ``ranks 0, 1``; of many the first and the last."""
+    """Ranks as text, ``rank 1`` or ``ranks 0, 1``; of many the first eight and the last."""
     names = [str(rank) for rank in ranks]
     names = [*names[:8], "...", names[-1]] if len(names) > 12 else names
     return f"rank{'s' * (len(ranks) != 1)} {', '.join(names)}"
 
 
 def announce(holder: HoldsGroups) -> None:
-    """Let a failure close the groups of ``holder``; the first call tells the job's store where this process runs."""
+    """Let a failure close the groups of ``holder``; the first call registers this process in the job's store."""
     _JOB.holders.add(holder)
     job = dist.group.WORLD
     if _JOB.is_marked:
@@ -119,7 +120,7 @@ def announce(holder: HoldsGroups) -> None:
 
 @contextlib.contextmanager
 def telling_others() -> Iterator[None]:
-    """Post an error that leaves the block, so that ranks that wait for this one can name it; Ctrl-C ends its waits."""
+    """Context that posts an error, so that ranks that wait for this one can name it; Ctrl-C ends its waits."""
     if _JOB.default is None:
         yield
         return
@@ -144,13 +145,13 @@ def note_failure(error: BaseException) -> None:
         return
     _JOB.is_marked = True
     post = threading.Thread(target=_post_failure, args=(error_line(error)[:LONGEST],), daemon=True)
-    with contextlib.suppress(RuntimeError):  # no thread can be started where there is no memory
+    with contextlib.suppress(RuntimeError):  # no thread can be started without memory
         post.start()
         post.join(SECONDS)
 
 
 def withdraw() -> None:
-    """Take back an error that the user's program has survived."""
+    """Withdraw the posted error, since the user's program has survived it."""
     _JOB.is_marked = False
     with contextlib.suppress(RuntimeError, ValueError):
         for key in (f"mark/{dist.get_rank()}", "cause"):
@@ -158,10 +159,10 @@ def withdraw() -> None:
 
 
 def meet(ranks: Sequence[int], what: str, number: int = 0) -> bool:
-    """Wait until all these ranks have come here; returns whether all came with the same number.
+    """Wait until all these ranks have arrived here. Returns whether all have the same ``number``.
 
-    torch waits for a rank that is gone until the job's timeout when a process group is made; this raises a
-    CommunicationError once one of them cannot come any more. ``what``: what they make.
+    When a process group is made, torch waits for a lost rank until the job's timeout; this raises a CommunicationError
+    once the process of one of the ranks is gone. ``what``: the object that they make, for errors.
     """
     if len(ranks) < 2 or _JOB.default is None:
         return True
@@ -184,7 +185,7 @@ def meet(ranks: Sequence[int], what: str, number: int = 0) -> bool:
 
 
 def is_one_gone(ranks: Sequence[int]) -> bool:
-    """Whether the process of one of these ranks is seen to be gone."""
+    """Whether the process of one of these ranks is known to be gone."""
     store = _store()
     return any(_state(store, rank) == "gone" for rank in ranks)
 
@@ -197,7 +198,7 @@ def job_timeout() -> timedelta:
 
 
 def timeout_of(process: ProcessGroup, device: torch.device) -> timedelta:
-    """How long a collective of a group may take; of fake processes, whose backend has no options, torch's own limit."""
+    """The timeout of a group's collectives; torch's default for fake processes, whose backend has no options."""
     options: Any = process._get_backend(device).options
     return default_pg_timeout if options is None else options._timeout
 
@@ -210,7 +211,7 @@ def default_store() -> Any:
 def own_group(purpose: str, ranks: Sequence[int], what: str) -> Any:
     """A gloo group of these ranks for one purpose: no message on it pairs with one of another purpose.
 
-    Every one of the ranks makes it. torch does not register it. ``what``: its users, for errors.
+    All of the ranks must make it. torch does not register it. ``what``: its users, for errors.
     """
     meet(ranks, what)
     store = PrefixStore(f"shardc/{purpose}/{'-'.join(map(str, ranks))}", default_store())
@@ -222,13 +223,13 @@ def _store() -> Any:
 
 
 def _close_all() -> None:
-    """Let every wait of this rank fail, and those of other ranks for this one."""
+    """Make all waits of this rank fail, and those of other ranks for this one."""
     for group in {each for holder in [*_JOB.holders] for each in holder.process_groups}:
         _close(group)
 
 
 def _close(group: Any) -> None:
-    """Close this rank's connections of a gloo group: a receive that times out does, and gloo has no other call."""
+    """Close this rank's connections of a gloo group, by receives that time out; gloo has no other call for it."""
     with contextlib.suppress(RuntimeError, ValueError):
         backend: Any = group if isinstance(group, ProcessGroupGloo) else group._get_backend(torch.device("cpu"))
         for other in range(group.size()) if isinstance(backend, ProcessGroupGloo) else ():
@@ -238,7 +239,7 @@ def _close(group: Any) -> None:
 
 
 def _search(who: str, ranks: Sequence[int]) -> str:
-    """The cause of a failure: what another rank has posted or its process shows, within ``SECONDS``."""
+    """Search for the cause of a failure, in posts and processes of other ranks, for at most ``SECONDS``."""
     try:
         store, me, end = _store(), dist.get_rank(), time.monotonic() + SECONDS
         if not _JOB.is_marked:
@@ -258,12 +259,12 @@ def _search(who: str, ranks: Sequence[int]) -> str:
 
 
 def _posted(store: Any) -> str:
-    """The cause that a rank has posted already, or nothing."""
+    """The cause that a rank has posted already; empty if there is none."""
     return store.get("cause").decode() if store.check(["cause"]) else ""
 
 
 def _evidence(store: Any, ranks: Sequence[int]) -> str:
-    """The cause, as far as marks and processes of other ranks show it: an error before an end, an end before a stop."""
+    """The cause by marks and processes of other ranks: preferably an error, else a lost rank, else a stopped one."""
     found: dict[str, list[int]] = {}
     for rank in ranks:
         if rank == dist.get_rank():
@@ -279,7 +280,7 @@ def _evidence(store: Any, ranks: Sequence[int]) -> str:
 
 
 def _without_evidence(store: Any, who: str, others: Sequence[int]) -> str:
-    """What can be said where no rank is seen to be gone: who does not answer, or what the others wait for."""
+    """The likely cause if no rank is known to be gone: ranks that do not answer, or the places where others wait."""
     marks = {rank: _mark(store, rank) for rank in others}
     silent = [rank for rank, mark in marks.items() if not mark]
     busy = [rank for rank in silent if _state(store, rank) == "running"]
@@ -293,7 +294,7 @@ def _without_evidence(store: Any, who: str, others: Sequence[int]) -> str:
 
 
 def _mark(store: Any, rank: int) -> str:
-    """What a rank has posted: ``waits COLLECTIVE``, ``failed ERROR``, or nothing."""
+    """The mark that a rank has posted: ``waits COLLECTIVE`` or ``failed ERROR``; empty if there is none."""
     return store.get(f"mark/{rank}").decode() if store.check([f"mark/{rank}"]) else ""
 
 
@@ -305,14 +306,14 @@ def _post_failure(text: str) -> None:
 
 
 def _note_at_exit() -> None:
-    """Post the error that ends this process, if one does, and let others go on before its clean-up is done."""
+    """Post the error that ends this process, if there is one, and end others' waits before the clean-up is done."""
     if (error := getattr(sys, "last_value", None)) is not None and dist.is_initialized():
         note_failure(error)
         _close_all()
 
 
 def _silent_store(verb: str) -> str:
-    """What is known where the job's store cannot be reached: it goes with the process that keeps it."""
+    """The likely cause if the job's store cannot be reached: it ends with the process that keeps it."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return f"the agent of torchrun, which keeps the job's store, {verb}"
     try:
@@ -330,7 +331,7 @@ def _is_kept_by_rank_0() -> bool:
 
 
 def _linger(store: Any, end: float) -> None:
-    """Let the rank that keeps the store wait until the others have read the cause from it."""
+    """Make the rank that keeps the store wait until the others have read the cause."""
     told = store.add("told", 1)
     if dist.get_rank() == 0 and _is_kept_by_rank_0():
         alive = sum(_state(store, rank) == "running" for rank in range(min(MANY, dist.get_world_size())))
@@ -340,7 +341,7 @@ def _linger(store: Any, end: float) -> None:
 
 
 def _own_process() -> str:
-    """The place of this process: its process id, and a name of the space that has given it."""
+    """The identity of this process: its process id, and a name of the process-id namespace."""
     try:
         space = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -349,7 +350,7 @@ def _own_process() -> str:
 
 
 def _state(store: Any, rank: int) -> str:
-    """``running``, ``stopped`` or ``gone``, for a process that this one can see; else nothing."""
+    """The state of a rank's process, ``running``, ``stopped`` or ``gone``; empty if this process cannot see it."""
     if not store.check([f"process/{rank}"]):
         return ""
     number, _, space = store.get(f"process/{rank}").decode().partition(" ")

@@ -1,6 +1,6 @@
-"""Exchanges of edges between neighbours along a cut dim (halo exchanges): what a rank sends, and how it joins the rest.
+"""Halo exchanges, of edges between neighbours along a cut dim: the pieces that a rank sends, and the result it joins.
 
-Pure functions of tensors and of the rank's index in its group; every ``Comm`` sends what ``pieces`` returns.
+Pure functions of tensors and of the rank's index in its group; every ``Comm`` sends the result of ``pieces``.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 from shardc.language.windows import Windows, moves_rows, segments
 
 HALO_KINDS = ("windows", "overlap_add", "rechunk")
-Pieces = Sequence[Tensor]  # what one rank sends to another, in the order of their segments
+Pieces = Sequence[Tensor]  # the tensors that one rank sends to another, in the order of their segments
 
 
 def exchange_of(kind: str, dim: int, values: tuple[int, ...], *args: Any) -> Exchange:
-    """The exchange of a collective of one of ``HALO_KINDS``, from its arguments after the axes."""
+    """The exchange of a collective of ``HALO_KINDS``, from its arguments after the axes."""
     if kind == "overlap_add":
         return OverlapExchange(values, dim)
     return WindowExchange(values, dim, args[0] if kind == "windows" else 0)
@@ -28,14 +28,14 @@ def exchange_of(kind: str, dim: int, values: tuple[int, ...], *args: Any) -> Exc
 
 @dataclass(frozen=True, slots=True)
 class Exchange(ABC):
-    """An exchange along ``dim`` within a group; ``values``: those of its ``Windows``."""
+    """An exchange along ``dim`` within a group. ``values``: the fields of its ``Windows``."""
 
     values: tuple[int, ...]
     dim: int
 
     @property
     def moves(self) -> bool:
-        """Whether any rank sends anything to another."""
+        """Whether any rank sends something to another."""
         return moves_rows(self.values)
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Ctrl-C on a rank that waits: gloo's waits do not return to Python, where a signal raises KeyboardInterrupt."""
+"""Ctrl-C on a waiting rank: a signal raises KeyboardInterrupt only in Python, to which gloo's waits do not return."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-PATIENCE = 0.3  # seconds for the main thread to come back to Python by itself
+PATIENCE = 0.3  # seconds for the main thread to return to Python by itself
 
 
 @dataclass(slots=True)
 class _Watch:
-    """Wakes a thread when a signal arrives.
+    """The state of the thread that is woken by signals.
 
-    ``fd``: where Python writes the signal's number. ``run``: the number of the block that the main thread is in, or 0.
+    ``fd``: the file descriptor to which Python writes a signal's number. ``run``: the number of the main thread's
+    current block, or 0. ``runs``: the number of blocks so far.
     """
 
     fd: int
@@ -28,10 +29,10 @@ class _Watch:
 
 @contextlib.contextmanager
 def interruptible(end_waits: Callable[[], None]) -> Iterator[None]:
-    """Let Ctrl-C end the block also where it waits for other ranks; ``end_waits`` lets such a wait fail.
+    """Context that Ctrl-C can end even while it waits for other ranks; ``end_waits`` makes such a wait fail.
 
-    Python writes signals to one file descriptor (``signal.set_wakeup_fd``). If an event loop has set it, it stays as it
-    is. A program that handles Ctrl-C itself sees no change.
+    Python writes signals to one file descriptor (``signal.set_wakeup_fd``). If an event loop has set it, this does
+    nothing. A program that handles Ctrl-C itself sees no change.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""Starts the local processes of one torch.distributed job: fresh interpreters, gloo over loopback, one thread each."""
+"""Starts a torch.distributed job of local processes: fresh interpreters, gloo over loopback, one thread each."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from .messages import loopback, private_loopback
 def launch(
     fn: Callable[..., Any], nprocs: int, *args: Any, timeout: float | None = None, private_network: bool = False
 ) -> list[Any]:
-    """Run ``fn(*args)`` on every rank of a new job of ``nprocs`` local processes; returns the results by rank.
+    """Run ``fn(*args)`` on every rank of a new job of ``nprocs`` local processes; return the results by rank.
 
-    ``fn`` and ``args`` must be picklable. Raises RuntimeError with the traceback of the rank that failed first, not of
-    those that waited for it, and TimeoutError after ``timeout`` seconds. No process outlives the call.
-    ``private_network``: the job has a loopback interface of its own if the system allows it.
+    ``fn`` and ``args`` must be picklable. Raises a RuntimeError with the traceback of the rank that failed first, not
+    of the ranks that waited for it, and a TimeoutError after ``timeout`` seconds. No process outlives the call.
+    ``private_network``: give the job a loopback interface of its own if the system allows it.
     """
     with Workers(nprocs, private_network) as workers:
         return workers.run(fn, *args, timeout=timeout)
@@ -41,7 +41,7 @@ def launch(
 class Workers:
     """The processes of one job, which run one function after the other.
 
-    After a failure all are stopped, since others may hang in a collective.
+    After a failure all processes are stopped, since some may hang in a collective.
     """
 
     def __init__(self, nprocs: int, private_network: bool = False) -> None:
@@ -59,7 +59,7 @@ class Workers:
                 self._connections.append(ours)
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
-        """Run ``fn(*args)`` on every rank; returns the results by rank."""
+        """Run ``fn(*args)`` on every rank; return the results by rank."""
         request = pickle.dumps((fn, args))
         for connection in self._connections:
             connection.send_bytes(request)
@@ -75,7 +75,7 @@ class Workers:
         return bool(self._processes) and all(process.is_alive() for process in self._processes)
 
     def close(self) -> None:
-        """Let every process leave the job and end."""
+        """Make every process leave the job and end."""
         for connection in self._connections:
             connection.send_bytes(pickle.dumps(None))
         for process in self._processes:
@@ -99,9 +99,9 @@ class Workers:
         self.close()
 
     def _replies(self, timeout: float | None) -> list[Any]:
-        """The results by rank, or the error of the rank that failed first.
+        """Receive the results by rank, or raise the error of the rank that failed first.
 
-        Ranks that waited for that one fail too, sometimes before it is seen to have ended: ``later`` has their errors.
+        Ranks that waited for that rank fail too, sometimes before its end is noticed: ``later`` has their errors.
         """
         results, later, died = dict[int, Any](), dict[int, str](), dict[int, str]()
         while len(results) < len(self._connections):
@@ -135,7 +135,7 @@ class Workers:
 
 
 def _failure(later: Mapping[int, str], died: Mapping[int, str]) -> str:
-    """The error of a job of which ranks died, or whose ranks all say that another one has failed."""
+    """The error of a job some of whose ranks died, or whose ranks all report the failure of another one."""
     others = [f"rank {rank} failed:\n{text}" for rank, text in later.items()]
     if not died:
         return others[0]
@@ -144,8 +144,8 @@ def _failure(later: Mapping[int, str], died: Mapping[int, str]) -> str:
 
 
 def _serve(connection: Connection, rank: int, nprocs: int, directory: str) -> None:
-    """The main function of a worker: join the job, run functions until one fails or the parent says stop or is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which stops all
+    """The main function of a worker: join the job; run functions until one fails, or the parent stops or is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C, and stops all workers
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = loopback()
     store = FileStore(f"{directory}/store", nprocs)
@@ -170,7 +170,7 @@ def _serve(connection: Connection, rank: int, nprocs: int, directory: str) -> No
 
 
 def leave(exit_code: int = 0) -> NoReturn:
-    """End this process after its job without the interpreter's clean-up, in which gloo's threads sometimes crash."""
+    """End this process without the interpreter's clean-up, in which gloo's threads sometimes crash."""
     if exit_code == 0 and dist.is_initialized():
         dist.destroy_process_group()
     sys.stdout.flush()

@@ -1,8 +1,8 @@
-"""All-gathers and reduce-scatters on gloo as point-to-point messages, without packing values into buffers.
+"""All-gathers and reduce-scatters on gloo as point-to-point messages, without packing large values into buffers.
 
-gloo's own collectives take one buffer and fill another, both new each time. Here each large value is sent from the
-memory where it is to the memory where it is needed; small values are packed together. As many bytes are sent as by a
-ring. Groups have at least two ranks.
+gloo's own collectives read one buffer and fill another, both new each time. Here each large value is sent from its own
+memory directly to its destination; small values are packed together. This sends as many bytes as a ring. Groups have at
+least two ranks.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from shardc.ops.reduction import NARROW
 from .comm import REDUCE
 from .process_group import REDUCE_STACKED, Group, in_range, join, split
 
-SMALL = 2**17  # bytes; packing so many costs as much as a message, by measurement on 2 and 4 ranks
+SMALL = 2**17  # bytes; packing that many costs as much as a message, as measured on 2 and 4 ranks
 TAG = 1 << 20  # distinguishes these messages from a user's own
 
-Gather = tuple[Tensor, int, Tensor | None]  # this rank's piece, the dim to join along, and where to put the result
+Gather = tuple[Tensor, int, Tensor | None]  # this rank's piece, the dim to join along, and a tensor for the result
 Reduction = tuple[Tensor, int]  # the operand, and the dim along which this rank keeps its piece
 Works = list[Any]
 
 
 def all_gather(gathers: Sequence[Gather], group: Group) -> Callable[[], list[Tensor]]:
-    """Start all-gathers; the returned function waits, and returns for each the pieces of all ranks, joined."""
+    """Start all-gathers. The returned function waits, and returns for each the joined pieces of all ranks."""
     small = _small([x.nbytes for x, *_ in gathers])
     alone = [i for i in range(len(gathers)) if i not in small]
     rows = [_rows(*gathers[i], group) for i in alone]
@@ -50,7 +50,7 @@ def all_gather(gathers: Sequence[Gather], group: Group) -> Callable[[], list[Ten
     def finish() -> list[Tensor]:
         _wait(works, group.timeout)
         results = {i: _joined(row, *gathers[i]) for i, row in zip(alone, rows, strict=False)}
-        if small:  # one copy of each, two if its dim is not the first
+        if small:  # each is copied once, or twice if its dim is not the first
             sizes = [gathers[i][0].numel() for i in small]
             flats = [_memory(*gathers[i], group.size).view(group.size, -1) for i in small]
             torch.split_with_sizes_copy(rows[-1].view(group.size, -1), sizes, 1, out=flats)
@@ -61,7 +61,7 @@ def all_gather(gathers: Sequence[Gather], group: Group) -> Callable[[], list[Ten
 
 
 def reduce_scatter(reductions: Sequence[Reduction], op: str, group: Group) -> Callable[[], list[Tensor]]:
-    """Start reduce-scatters; the returned function waits, and returns this rank's piece of each reduction.
+    """Start reduce-scatters. The returned function waits, and returns this rank's piece of each reduction.
 
     Terms are added in the order of the group.
     """
@@ -89,7 +89,7 @@ def reduce_scatter(reductions: Sequence[Reduction], op: str, group: Group) -> Ca
 
 
 def rotate(xs: Sequence[Tensor], group: Group, by: int) -> Callable[[], list[Tensor]]:
-    """Start to send tensors to the index ``by`` further; the returned function waits, and returns those that arrive."""
+    """Start to send tensors ``by`` indices further. The returned function waits, and returns the received tensors."""
     backend: Any = group.process._get_backend(torch.device("cpu"))
     before, after = (group.order[(group.index + shift) % group.size] for shift in (-by, by))
     sent = [x.contiguous() for x in xs]
@@ -107,16 +107,16 @@ def rotate(xs: Sequence[Tensor], group: Group, by: int) -> Callable[[], list[Ten
 
 
 def _small(sizes: Sequence[int]) -> list[int]:
-    """The indices of values that are sent together, from their bytes in a message; a single one is sent alone."""
+    """The indices of values that are packed together, by their sizes in bytes; empty if there is only one."""
     small = [i for i, size in enumerate(sizes) if size <= SMALL]
     return small if len(small) > 1 else []
 
 
 def _exchange(sent: Sequence[Sequence[Tensor]], received: Sequence[Sequence[Tensor]], group: Group) -> Works:
-    """Start to send all of ``sent[i]`` to index i of the group, and to receive the i-th of each of ``received``."""
+    """Start to send all of ``sent[i]`` to index i of the group, and to receive ``each[i]`` of each in ``received``."""
     backend: Any = group.process._get_backend(torch.device("cpu"))
     works: Works = []
-    for shift in range(1, group.size):  # so that not all ranks send to one at a time
+    for shift in range(1, group.size):  # so that ranks do not all send to one rank at a time
         source, target = (group.index - shift) % group.size, (group.index + shift) % group.size
         works += [backend.recv([each[source]], group.order[source], TAG) for each in received if each[source].numel()]
         works += [backend.send([each], group.order[target], TAG) for each in sent[target] if each.numel()]
@@ -153,7 +153,7 @@ def _joined(rows: Tensor, x: Tensor, dim: int, into: Tensor | None) -> Tensor:
 
 
 def _reduced(pieces: Sequence[Tensor], op: str, own: int) -> Tensor:
-    """The reduction of all ranks' pieces, in received memory."""
+    """The reduction of all ranks' pieces, computed in received memory."""
     if pieces[0].dtype in NARROW:
         return REDUCE_STACKED[op](torch.stack(list(pieces)))
     memory = pieces[0 if own else 1]
@@ -168,7 +168,7 @@ _SET_FLAGS, _UP_AND_RUNNING = 0x8914, 0x1 | 0x40  # SIOCSIFFLAGS, IFF_UP | IFF_R
 def sent_bytes(interface: str | None = None) -> int | None:
     """Bytes that an interface (loopback by default) has sent since boot; None if the system does not count them.
 
-    The difference between two readings with all ranks waiting is what they sent in between, headers included.
+    The difference between two readings, taken while all ranks wait, is the bytes sent in between, headers included.
     """
     if not COUNTERS.exists():
         return None
@@ -189,9 +189,9 @@ def loopback() -> str:
 
 @contextlib.contextmanager
 def private_loopback() -> Iterator[bool]:
-    """Give processes that are started in the block a loopback interface of their own.
+    """Context that gives processes started in it a loopback interface of their own.
 
-    Yields whether the system allows it (Linux, as root); if not, they share the usual one.
+    Yields whether the system allows it (Linux, as root); if not, they share the usual interface.
     """
     try:
         import fcntl

@@ -1,6 +1,6 @@
-"""Calls of collectives on a torch process group, as functions of one rank's tensor.
+"""Collectives on a torch process group, as functions of one rank's tensor.
 
-Each function starts a collective and returns a function that waits for it and returns the result. Where ops are traced,
+Each function starts a collective, and returns a function that waits for it and returns the result. If ops are traced,
 the collectives are torch's functional ones; else the process group is called directly, since torch's Python wrappers
 cost as much as several small ops. Groups have at least two ranks.
 """
@@ -39,7 +39,7 @@ class Group:
 
     ``index``: this rank's, major axis first. ``order``: for each index the rank within the process group, which may
     have another order. ``adds_locally``: the backend (gloo) has no reduce_scatter that sends less than an all_reduce,
-    so that reduce_scatter is an all_to_all and a local reduction. ``timeout``: how long a rank waits for a message.
+    so that reduce_scatter is an all_to_all and a local reduction. ``timeout``: the longest wait for a message.
     """
 
     process: ProcessGroup
@@ -59,7 +59,7 @@ _groups: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup]] = 
 
 
 def process_group_of(ranks: Sequence[int]) -> ProcessGroup:
-    """The job's process group of these ranks, with its timeout; made by them at the first call."""
+    """The job's process group of these ranks, with the job's timeout; they make it in the first call."""
     job, key = dist.group.WORLD, tuple(sorted(ranks))
     assert job is not None
     known = _groups.setdefault(job, {})
@@ -69,21 +69,22 @@ def process_group_of(ranks: Sequence[int]) -> ProcessGroup:
 
 
 def new_process_group(ranks: Sequence[int]) -> ProcessGroup:
-    """A process group of these ranks, with the job's timeout; they alone make it.
+    """A process group of these ranks, with the job's timeout; only they make it.
 
-    A CommunicationError once one of them is gone. A ShardingError on all of them if they are in different numbers of
-    groups: torch makes the name under which they find each other from that number, and would wait for the timeout.
+    Raises a CommunicationError once one of them is gone, and a ShardingError on all of them if they are in different
+    numbers of groups: torch derives the name under which they find each other from that number, and would wait for the
+    timeout.
     """
     if not meet(ranks, "making a process group", len(dist.distributed_c10d._world.pg_names)):
         what, problem = "making their process group", "some of them are in more groups than others, as torch counts"
         remedy = "make the meshes of all ranks, and run their modules once, before meshes of some ranks"
         raise ShardingError(ranks_text(ranks), what, problem, remedy)
-    desc = f"mesh_{'-'.join(map(str, ranks))}"  # as torch names those of a DeviceMesh
+    desc = f"mesh_{'-'.join(map(str, ranks))}"  # like torch's names for the groups of a DeviceMesh
     return dist.new_group(list(ranks), job_timeout(), use_local_synchronization=True, group_desc=desc)
 
 
 def limit_timeout(process: ProcessGroup) -> None:
-    """Give a group that has torch's own timeout that of the job, which torch gives to the default group alone."""
+    """Give a group with torch's default timeout the timeout of the job, which torch sets on the default group alone."""
     for device in process._device_types if dist.get_backend() != "fake" else ():
         backend: Any = process._get_backend(device)
         if backend.options._timeout in (default_pg_timeout, default_pg_nccl_timeout):
@@ -99,7 +100,7 @@ OPS: dict[str, Any] = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp
 
 
 def all_gather(x: Tensor, group: Group, dim: int) -> Finish:
-    """The pieces of all ranks, joined along ``dim``: one copy, none if ``dim`` is the first."""
+    """The pieces of all ranks, joined along ``dim``; this copies once, or not at all if ``dim`` is the first."""
     if _is_functional(x):
         finish = _waiting(c10d.all_gather_into_tensor(x.contiguous(), group.size, group.process.group_name))
     else:
@@ -109,7 +110,7 @@ def all_gather(x: Tensor, group: Group, dim: int) -> Finish:
 
 
 def all_reduce(x: Tensor, group: Group, op: str, is_own: bool = False) -> Finish:
-    """The reduction over all ranks; in the operand's memory if it ``is_own``, that is, nobody else reads it."""
+    """The reduction over all ranks; in the operand's memory if ``is_own``: nobody else reads that."""
     if _is_functional(x):
         return _waiting(c10d.all_reduce(x.contiguous(), op, group.process.group_name))
     result = x.contiguous() if is_own else x.clone(memory_format=torch.contiguous_format)
@@ -145,7 +146,7 @@ def permute(x: Tensor, group: Group, source: int, target: int) -> Finish:
 
 
 def rotate(xs: Sequence[Tensor], group: Group, by: int) -> Callable[[], list[Tensor]]:
-    """The tensors of the rank ``by`` indices before, of the same shapes; this rank's go as far."""
+    """The tensors of the rank ``by`` indices before, of the same shapes; this rank's go ``by`` indices further."""
     flat = in_one(xs)
     finish = permute(flat, group, (group.index - by) % group.size, (group.index + by) % group.size)
 
@@ -157,7 +158,7 @@ def rotate(xs: Sequence[Tensor], group: Group, by: int) -> Callable[[], list[Ten
 
 
 def in_one(xs: Sequence[Tensor]) -> Tensor:
-    """Tensors joined in a flat one: a view where they lie side by side in memory, as those that arrived together do."""
+    """Tensors joined into a flat one: a view if they are adjacent in memory, as tensors received together are."""
     first, at = xs[0], xs[0].storage_offset()
     if len(xs) == 1:
         return first.flatten()
@@ -175,9 +176,9 @@ def in_one(xs: Sequence[Tensor]) -> Tensor:
 def exchange(
     x: Tensor, pieces: Sequence[Sequence[Tensor]], lengths: Sequence[Sequence[int]], dim: int, group: Group
 ) -> Callable[[], list[Sequence[Tensor]]]:
-    """Send ``pieces`` of any length along ``dim`` to each rank of the group; the result has those received from each.
+    """Send ``pieces`` of any length along ``dim`` to each rank of the group. The result: the pieces from each rank.
 
-    ``lengths`` are those of the received pieces. Pieces of this rank for itself are left out.
+    ``lengths``: those of the received pieces. Pieces of this rank for itself are left out.
     """
     shape = x.shape
     row = x.numel() // max(1, shape[dim])
@@ -202,7 +203,7 @@ def exchange(
 
 
 def _exchange(pieces: Tensor, group: Group) -> Finish:
-    """Send the i-th of equal pieces to the i-th rank of the process group; the result has those received, by sender."""
+    """Send the i-th of equal pieces to the i-th rank of the process group. The result: the pieces by sender."""
     sizes = [pieces[0].numel()] * group.size
     finish = _all_to_all(pieces.flatten(), sizes, sizes, group)
     return lambda: finish().view(pieces.shape)
@@ -217,7 +218,7 @@ def _all_to_all(flat: Tensor, receives: list[int], sends: list[int], group: Grou
 
 
 def _is_functional(x: Tensor) -> bool:
-    """Whether torch's functional collectives are called; they also know how a backend sends complex numbers."""
+    """Whether to call torch's functional collectives, which also handle complex numbers for each backend."""
     return is_traced() or x.is_complex()
 
 
@@ -258,20 +259,20 @@ def join(pieces: Tensor, dim: int) -> Tensor:
     return pieces.movedim(0, dim).flatten(dim, dim + 1)
 
 
-WAIT = " (wait)"  # a collective has a range where it is started, and this one where it is waited for
+WAIT = " (wait)"  # a collective has one profiler range for its start, and one with this suffix for its wait
 NO_RANGE: AbstractContextManager[Any] = nullcontext()
 
 
 def is_traced() -> bool:
-    """Whether ops are recorded by a dispatch mode: then each of them must be pure."""
+    """Whether a dispatch mode records ops, so that each of them must be pure."""
     return _get_current_dispatch_mode() is not None
 
 
 def is_profiled() -> bool:
-    """Whether a profiler is on and ops run, rather than being recorded."""
+    """Whether a profiler is on, and ops run and are not recorded."""
     return profiler._is_profiler_enabled and not is_traced()
 
 
 def in_range(name: str) -> AbstractContextManager[Any]:
-    """A range of this name under a profiler, else nothing."""
+    """Context with a range of this name under a profiler; else it does nothing."""
     return record_function(name) if is_profiled() else NO_RANGE

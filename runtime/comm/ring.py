@@ -1,7 +1,7 @@
-"""Rings: each rank's chunk goes to the next rank, or to both neighbours, while it computes with the chunk that it has.
+"""Rings: each rank sends its current chunk to the next rank, or to both neighbours, while it computes with it.
 
-All functions take a column of tensors for each operand, with an entry for each rank that lives in this process, and
-return a row of results for each. At most two chunks of other ranks are alive at a time: the one that is met and the one
+All functions take a column of tensors for each operand, with an entry for each rank in this process, and return a row
+of results for each rank. At most two chunks of other ranks are alive at a time: the current one (``met``) and the one
 on its way.
 """
 
@@ -51,10 +51,10 @@ def ring_attention_backward(
     comm: Comm, axes: PartNames, dim: int, values: tuple[Any, ...], grads: Tensors, qs: Tensors, ks: Tensors,
     vs: Tensors, outs: Tensors, lses: Tensors, *leaves: Tensors,
 ) -> list[Row]:  # fmt: skip
-    """The gradients of each rank's queries, keys and values, and of its rows of the mask where that is asked for.
+    """The gradients of each rank's queries, keys and values, and of its rows of the mask if the ring asks for them.
 
-    Those of keys and values travel one step behind them, each rank adding its part. From the last rank that sees the
-    keys, on either way, they go to their own, where its own part is added.
+    Gradients of keys and values travel one step behind these, and each rank adds its part. From the last rank that sees
+    the keys, in either direction, they return to the keys' own rank, which adds its own part.
     """
     indices, ring = _indices(comm, axes), Ring(*values)
     columns = grads, qs, outs, lses, *leaves
@@ -64,7 +64,7 @@ def ring_attention_backward(
         alone = zip(gradients, qs, chunks, strict=True)
         return [own.results(_like(own.meet(None, k, v), (k, v)), q) for own, q, (k, v) in alone]
     met, hops = chunks, ring.hops
-    of_own, travelling, seen = list[Row](), None, range(0)  # sums for its own chunk, and on their way, for which rows
+    of_own, travelling, seen = list[Row](), None, range(0)  # sums of own chunks; those on their way; the rows of these
     for hop, following in zip_longest(hops, hops[1:]):
         arriving = _send_on(comm, axes, chunks, met, hop, following)
         meetings = zip(gradients, indices, met, strict=True)
@@ -90,7 +90,10 @@ def ring_attention_backward(
 def _send_on(
     comm: Comm, axes: PartNames, chunks: Rows, met: Rows, hop: Hop, following: Hop | None
 ) -> Callable[[], Rows]:
-    """Start to send what ranks further on see of what was met, or of own chunks as a way begins; at the end nothing."""
+    """Start to send the rows that later ranks see: of the current chunks, or of own chunks where a direction begins.
+
+    Sends nothing after the last hop.
+    """
     if following is None:
         return lambda: ()
     sent, rows = (chunks, range(chunks[0][0].shape[POSITIONS])) if following.is_first else (met, hop.rows)
@@ -100,12 +103,12 @@ def _send_on(
 
 
 def _part(x: Tensor, rows: range, of_them: range) -> Tensor:
-    """Some of the rows of a chunk that a tensor has."""
+    """The rows ``of_them`` of a tensor that has the ``rows`` of a chunk."""
     return x.narrow(POSITIONS, of_them.start - rows.start, len(of_them))
 
 
 def _added(one: Rows, rows: range, other: Rows, of_other: range) -> list[Row]:
-    """The sums of two gradients, of which one is for all rows of a chunk that the other is for."""
+    """The sums of two gradients of a chunk; the rows of one contain the rows of the other."""
     if len(rows) < len(of_other):
         one, rows, other, of_other = other, of_other, one, rows
     sums = [tuple(x.to(wide_dtype(x.dtype)) for x in row) for row in one]
@@ -121,7 +124,7 @@ def _like(row: Sequence[Tensor], others: Sequence[Tensor]) -> Row:
 
 
 def _sent_as(row: Sequence[Tensor], others: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The tensors in the dtype of others, one after the other in memory."""
+    """The tensors in the dtype of others; converted ones are adjacent in memory."""
     dtype = others[0].dtype
     if row[0].dtype == dtype:
         return row
@@ -137,7 +140,7 @@ def _sent_as(row: Sequence[Tensor], others: Sequence[Tensor]) -> Sequence[Tensor
 def gather_dots(
     comm: Comm, axes: PartNames, dim: int, specs: tuple[str, ...], keeps: bool, xs: Tensors, *others: Tensors
 ) -> list[Row]:
-    """The products of a value that ranks have chunks of, and before them the value where it is kept."""
+    """The products of a value of which each rank has a chunk; preceded by the whole value if it ``keeps`` that."""
     indices, count = _indices(comm, axes), num_shards(parse_parts(axes, comm.mesh))
     rows, dims = list(zip(*others, strict=True)), gathered_dims(dim, specs, keeps)
     shapes = [gathered_shapes(dim, specs, keeps, count, *pair) for pair in zip(xs, rows, strict=True)]
@@ -154,7 +157,7 @@ def gather_dots(
 
 
 def _multiply(places: Sequence[Tensor], x: Tensor, others: Sequence[Tensor], specs: Sequence[str]) -> None:
-    """Put the products of a chunk into their places, and before them the chunk where there is a place for it."""
+    """Write the products of a chunk to their places, and the chunk itself if there is a place for it, the first."""
     for kept in places[: -len(specs)]:
         kept.copy_(x)
     for place, other, spec in zip(places[-len(specs) :], others, specs, strict=True):
@@ -163,9 +166,9 @@ def _multiply(places: Sequence[Tensor], x: Tensor, others: Sequence[Tensor], spe
 
 
 def dots_scatter(comm: Comm, axes: PartNames, dim: int, specs: tuple[str, ...], *columns: Tensors) -> list[Tensor]:
-    """Each rank's chunk of the sum over ranks of their products: it goes round, and each rank adds its part.
+    """Each rank's chunk of the sum of all ranks' products: sums go round the ring, and each rank adds its part.
 
-    Each rounds the sum to the dtype in which it is sent on.
+    Each rank rounds the sum to the dtype in which it is sent.
     """
     indices, count = _indices(comm, axes), num_shards(parse_parts(axes, comm.mesh))
     rows, dims = list(zip(*columns, strict=True)), scattered_dims(dim, specs)
@@ -183,7 +186,7 @@ def dots_scatter(comm: Comm, axes: PartNames, dim: int, specs: tuple[str, ...], 
 def _part_of_sum(
     operands: Sequence[Tensor], dims: Sequence[int | None], specs: Sequence[str], count: int, source: int
 ) -> Tensor:
-    """What a rank adds to one chunk of the sum."""
+    """The term that a rank adds to one chunk of the sum."""
     chunks = [x if dim is None else chunk(x, count, dim, source) for x, dim in zip(operands, dims, strict=True)]
     total, *further = map(dot, chunks[::2], chunks[1::2], specs)
     for product in further:

@@ -1,7 +1,7 @@
-"""Sends parts of tensors that one rank has to the ranks that store them: each rank receives what it stores, once.
+"""Sends parts of one rank's tensors to the ranks that store them: each rank receives each of its parts once.
 
 A part that several ranks store travels along a tree of these ranks, so that none sends it more than twice. Small parts
-for the same ranks go in one message.
+for the same ranks share a message.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Part:
 
 
 def scatter(parts: Sequence[Part], group: Group, device: torch.device) -> None:
-    """Fill the memory of every part on every rank that stores it; ``parts`` are the same list on all ranks.
+    """Fill the memory of every part on every rank that stores it; ``parts`` must be the same list on all ranks.
 
-    Messages are on ``device``, whichever memory parts are in. The first rank has at most the bytes of all parts in
-    messages at a time, any other rank those of one message and of those that it passes on.
+    Messages are on ``device``, whichever memory parts are in. At a time the first rank's messages have at most the
+    bytes of all parts; any other rank's have those of one message and of the messages that it passes on.
     """
     works: list[tuple[object, Tensor]] = []
     for message in _messages(parts):
@@ -73,7 +73,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def batches(sizes: Sequence[int], most: int = BUCKET) -> Iterator[range]:
-    """Runs of indices of things of these sizes, each of at most so many bytes unless it is one thing."""
+    """Runs of indices of items of these sizes; each run has at most ``most`` bytes, unless it is one larger item."""
     start = 0
     while start < len(sizes):
         stop, total = start + 1, sizes[start]
@@ -84,7 +84,7 @@ def batches(sizes: Sequence[int], most: int = BUCKET) -> Iterator[range]:
 
 
 def _messages(parts: Sequence[Part]) -> list[list[Part]]:
-    """Parts that go together: those of the same ranks, up to ``BUCKET`` bytes, in an order that all ranks agree on."""
+    """Parts that share a message: of the same ranks, up to ``BUCKET`` bytes; in the same order on all ranks."""
     by_holders: dict[tuple[int, ...], list[Part]] = {}
     for part in parts:
         if part.nbytes and part.holders:
@@ -94,13 +94,13 @@ def _messages(parts: Sequence[Part]) -> list[list[Part]]:
 
 
 def _packed(message: Sequence[Part], device: torch.device) -> Tensor:
-    """The bytes of a message; of a single part that is contiguous they are its own memory."""
+    """The bytes of a message; a view of its memory for a single contiguous part."""
     own = [raw_bytes(part.read()) for part in message]
     return (own[0] if len(own) == 1 else torch.cat(own)).to(device)
 
 
 def _received(message: Sequence[Part], source: int, group: Group, device: torch.device) -> Tensor:
-    """Receive a message and fill its parts; a single part is received in its own memory if that is on the device."""
+    """Receive a message and fill its parts; receive a single part directly in its memory if that is on the device."""
     own = [raw_bytes(_memory(part)) for part in message]
     is_direct = len(own) == 1 and own[0].device == device
     data = own[0] if is_direct else torch.empty(sum(part.nbytes for part in message), dtype=torch.uint8, device=device)

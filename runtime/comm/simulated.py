@@ -1,4 +1,4 @@
-"""Virtual ranks: the collectives of all ranks of a mesh in one process, in lockstep."""
+"""Virtual ranks: runs the collectives of all ranks of a mesh in one process, in lockstep."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from . import comm
 from .comm import BucketLayout, LocalCollectives, PartNames, Places, Results, Rows, Tensors, Traffic, chunk
 from .halo import HALO_KINDS, exchange_of
 
-Act = Callable[[Tensors], Tensors]  # from the operands of a group's ranks to their results
+Act = Callable[[Tensors], Tensors]  # maps the operands of a group's ranks to their results
 
 
 class SimulatedComm(LocalCollectives):
     """Runs collectives of all ranks in this process; reductions run in the order of the group's ranks.
 
-    ``traffic`` counts what each rank would send by the ring algorithms.
+    ``traffic`` counts the bytes that each rank would send by ring algorithms.
     """
 
     def __init__(self, mesh: Mesh, device: torch.device | str = "cpu") -> None:
@@ -38,12 +38,12 @@ class SimulatedComm(LocalCollectives):
         return lambda: results
 
     def start_bucket(self, layout: BucketLayout, rows: Rows, into: Sequence[Places] = ()) -> Callable[[], Rows]:
-        """Run the collective of a bucket at once, on one buffer a rank, of which no more is kept than the results."""
+        """Run the collective of a bucket at once, on one buffer for each rank, of which only the results are kept."""
         results = comm.start_packed(self, layout, [layout.pack(row) for row in rows])()
         return lambda: results
 
     def rotate(self, rows: Rows, axes: PartNames, by: int = 1) -> Callable[[], Rows]:
-        """The tensors of the rank that is ``by`` indices before each rank in its group."""
+        """Each rank gets the tensors of the rank ``by`` indices before it in its group."""
         results = list(rows)
         for group in self.mesh.groups(parse_parts(axes, self.mesh)):
             for i, position in enumerate(group):
@@ -78,7 +78,7 @@ class SimulatedComm(LocalCollectives):
         return self._in_groups("all_to_all", xs, axes, exchange)
 
     def collective_permute(self, xs: Tensors, src_axes: PartNames, dst_axes: PartNames) -> Tensors:
-        """Each rank gets the tensor of the rank whose piece it holds afterwards."""
+        """Each rank at index i along ``dst_axes`` gets the tensor of a rank at index i along ``src_axes``."""
         src, dst = parse_parts(src_axes, self.mesh), parse_parts(dst_axes, self.mesh)
         sources = [source_position(self.mesh, position, src, dst) for position in self.positions]
         for position, source in enumerate(sources):

@@ -1,4 +1,4 @@
-"""Reductions of gradients that run once for several backwards, on the sums of their operands."""
+"""Deferred reductions: gradients of several backwards are reduced once, from the sums of their operands."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from .lower import PartGraph
 from .part import Env, PartRunner
 from .rewrite import with_sums, with_takers
 
-Lower = Callable[[Sequence[fx.Node], Sequence[fx.Node]], PartGraph]  # takes calls, and those that run before them
-Sums = list[dict[int, Tensor]]  # for each rank, by slot, the operands that are not reduced yet
+Lower = Callable[[Sequence[fx.Node], Sequence[fx.Node]], PartGraph]  # of calls, and of the calls that run before them
+Sums = list[dict[int, Tensor]]  # for each rank, by slot, the sums of operands that are not reduced yet
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """The sums of earlier backwards; ``is_own``: nobody else reads their memory, so it may be added to in place."""
+    """The sums of earlier backwards. ``is_own``: nobody else reads their memory, so they may be added to in place."""
 
     sums: Sums
     is_own: bool
 
 
 class Deferred:
-    """The calls of a backward part, of which ``deferred`` ones may run later.
+    """A backward part whose ``deferred`` calls may run once for several backwards.
 
     ``slots``: those of the program's nodes. ``kept``: the slots that the part returns. ``open``: the slots to be added
-    up, which only deferred calls read at the end. A slot's total is in the slot that is as many further as there are
-    ``slots``. ``taken``: gradients that a function may take, as ``with_takers`` says.
+    up, which only deferred calls read at the end. The total of slot i is in slot ``len(slots)`` + i. ``taken``:
+    gradients that a function may take, as in ``with_takers``.
     """
 
     def __init__(self, calls: Sequence[fx.Node], deferred: Collection[fx.Node], slots: Mapping[fx.Node, int],
@@ -43,9 +43,9 @@ class Deferred:
         self._parts: dict[tuple[bool, bool, bool, bool], PartRunner] = {}
 
     def part(self, totals: Totals | None, is_last: bool, is_taken: bool = False) -> PartRunner:
-        """The backward part that adds to ``totals``, if there are any, and reduces them if it ``is_last``.
+        """The backward part that adds to ``totals``, if there are any, and that reduces if it ``is_last``.
 
-        ``is_taken``: a function takes the gradients; it is in the last slot, after those of totals.
+        ``is_taken``: a function takes the gradients; it is in the last slot, after those of the totals.
         """
         key = totals is not None, totals is not None and totals.is_own, is_last, is_taken
         if key not in self._parts:
@@ -71,7 +71,7 @@ class Deferred:
 
 
 def move(sums: Sums, envs: Sequence[Env], offset: int = 0) -> None:
-    """Move sums into slots, each ``offset`` further than its own."""
+    """Move each sum into the slot ``offset`` after its own."""
     for env, values in zip(envs, sums, strict=True):
         for slot in list(values):
             env[offset + slot] = values.pop(slot)

@@ -1,8 +1,8 @@
-"""Runs the parts of a program over the ranks that live in this process, on both runtimes.
+"""Runs the parts of a program over the ranks in this process, on both runtimes.
 
-The *update* part computes what is kept until a parameter is written. The *forward* part computes outputs and new
-buffers; the *backward* part is the rest, and runs when the tangents are given. The values that it reads of the forward
-part are saved for backward.
+The *update* part computes values that stay valid until a parameter is written. The *forward* part computes outputs and
+new buffers. The *backward* part is the rest, and runs on tangents. The values of the forward part that it reads are
+saved for backward.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from .lower import PartGraph, lower
 from .part import Env, PartRunner, Values
 from .rewrite import Taker, with_takers, with_targets
 
-Rows = list[list[Tensor | None]]  # for each rank a value for each output of the program, None for those of other parts
+Rows = list[list[Tensor | None]]  # for each rank the program's outputs, with None for those of other parts
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
-    """No op is cast in the block: a program has its casts in it."""
+    """Context without autocast: a program contains its casts."""
     is_available = torch.amp.is_autocast_available(device.type)
     return torch.autocast(device.type, enabled=False) if is_available else nullcontext()
 
 
 class Runner:
-    """Runs the parts of one program, as ``Executor`` says. By default it defers no reductions and keeps no values.
+    """Runs the parts of one program, as ``Executor`` does. By default it defers no reductions and keeps no values.
 
-    What is ``saved`` for backward is a runner's own.
+    Each runner has its own type for the values ``saved`` for backward.
     """
 
     def update(self, inputs: Sequence[Values], into: Sequence[Values] = ()) -> Rows:
@@ -60,12 +60,12 @@ class Runner:
 
     @property
     def taken(self) -> frozenset[int]:
-        """The outputs of the program that are gradients which a function may take while backward goes on."""
+        """The indices of outputs that are gradients which a function may take while backward is running."""
         return frozenset()
 
     @property
     def deferred(self) -> frozenset[int]:
-        """The outputs of the program that are gradients whose reductions may run once for several backwards."""
+        """The indices of outputs that are gradients whose reductions may run once for several backwards."""
         return frozenset()
 
     def accumulate(
@@ -88,14 +88,14 @@ class Runner:
 
 @dataclass(frozen=True, slots=True)
 class SavedEnvs:
-    """What a forward run saves for the backward run: an ``Env`` for each rank, empty once it is freed."""
+    """The values that a forward run saves for the backward run: an ``Env`` for each rank, empty once it is freed."""
 
     envs: tuple[Env, ...]
 
     def take(self, keep: bool, used_up: Collection[int]) -> tuple[Env, ...]:
-        """The envs, freed here unless told to ``keep`` them. RuntimeError if they were freed before.
+        """Return the envs, and free them unless ``keep`` is set. Raises a RuntimeError if they were freed before.
 
-        ``used_up``: the slots whose memory the backward run overwrites.
+        ``used_up``: the slots whose memory the backward run overwrites; with ``keep`` they are cloned.
         """
         if not all(self.envs):
             raise second_backward()
@@ -110,12 +110,12 @@ class SavedEnvs:
 
     @property
     def tensors(self) -> Iterator[tuple[Tensor, ...]]:
-        """The tensors that are alive, for each rank."""
+        """The live tensors of each rank."""
         return (tuple(value for value in env if isinstance(value, Tensor)) for env in self.envs)
 
 
 class Executor(Runner):
-    """A program ready to run. Without a ``comm`` it runs on one device, where collectives are identities.
+    """Runs a program. Without a ``comm`` it runs on one device, where collectives are identities.
 
     ``is_eager``: ops run; else they are traced for a compiler, which chooses kernels itself. An executor holds no
     values but constants, so that several forward runs may wait for their backward.
@@ -158,8 +158,9 @@ class Executor(Runner):
     def update(self, inputs: Sequence[Values], into: Sequence[Values] = ()) -> Rows:
         """Run the update part on the parameters among ``inputs``, one row for each rank.
 
-        Returns for each rank the ``computed`` results, parallel to the program's outputs, with None for the others.
-        Results are written ``into`` tensors where given: by the gathers themselves if the runtime can, else copied.
+        Returns for each rank the ``computed`` results, in the order of the program's outputs, with None for the others.
+        Results are written to the tensors of ``into``, if there are any: by the gathers themselves if the runtime can
+        do that, else by copies.
         """
         envs = self._envs(inputs)
         for env, values in zip(envs, into, strict=False):
@@ -169,17 +170,17 @@ class Executor(Runner):
 
     @cached_property
     def _update_into(self) -> PartRunner:
-        """The update part whose results are written to tensors, which are in slots after those of the program."""
+        """The update part that writes its results to tensors, which are in slots after those of the program."""
         part, results = self._lower(self._calls[0]), self._results_by_part["update"]
         targets = {slot: len(self._slots) + i for slot, i in results}
         with_targets(part, targets, in_place=self.comm is not None and self.comm.gathers_in_place)
         return self._part(part, self._slots_of("update"))
 
     def forward(self, inputs: Sequence[Values], computed: Sequence[Values] | None = None) -> tuple[Rows, SavedEnvs]:
-        """Run the forward part on ``inputs``, one row for each rank, parallel to the program's, None for tangents.
+        """Run the forward part on ``inputs``, a row for each rank in the order of the program's, None for tangents.
 
-        ``computed``: results of ``update``; without them the update part runs first. Returns for each rank the outputs,
-        parallel to the program's, with None for the others; and what is saved for backward.
+        ``computed``: results of ``update``; without them the update part runs first. Returns for each rank the part's
+        results, in the order of the program's outputs, with None for the others; and the values saved for backward.
         """
         envs = self._envs(inputs)
         if computed is None:
@@ -198,11 +199,11 @@ class Executor(Runner):
     def backward(
         self, saved: SavedEnvs, tangents: Sequence[Values], keep: bool = False, takers: Sequence[Taker] = ()
     ) -> Rows:
-        """Run the backward part on ``tangents``, one row for each rank, parallel to the program's inputs.
+        """Run the backward part on ``tangents``, a row for each rank in the order of the program's inputs.
 
-        Returns for each rank the gradients, parallel to the program's outputs, with None for the others, and for those
-        that ``takers``, one for each rank, take as they come. Frees what was saved unless told to ``keep`` it.
-        RuntimeError if that was freed before.
+        Returns for each rank the gradients, in the order of the program's outputs, with None for the others. The
+        ``takers``, one for each rank, get their gradients as they are computed; for these, too, it returns None. Frees
+        the saved values unless ``keep`` is set. Raises a RuntimeError if they were freed before.
         """
         part = self._bwd_taken if takers else self._bwd
         envs = self._filled(saved.take(keep, part.used_up), tangents)
@@ -217,7 +218,7 @@ class Executor(Runner):
 
     @cached_property
     def _taken(self) -> dict[int, tuple[int, int]]:
-        """By index of an output the slot of a gradient in the tier below, and of its parameter."""
+        """By index of an output, the slots of a gradient that goes to the tier below and of its parameter."""
         if not self._is_eager or self.program.options.offloaded is None:
             return {}
         slots, ends = self._slots, enumerate(ends_of(self.program))
@@ -229,7 +230,7 @@ class Executor(Runner):
 
     @cached_property
     def _bwd_taken(self) -> PartRunner:
-        """The backward part whose gradients are taken by a function, which is in the last slot."""
+        """The backward part that passes gradients to a function, which is in the last slot."""
         part = self._lower_backward(self._calls[2])
         with_takers(part, self._taken, len(self._slots))
         return self._part(part, self._slots_of("backward"))
@@ -240,8 +241,8 @@ class Executor(Runner):
     ) -> tuple[Rows, Sums]:  # fmt: skip
         """Run the backward part without the reductions that may be deferred, and add to the ``totals`` of earlier runs.
 
-        Returns the gradients that are not ``deferred``, and the sums to be reduced later. The last run reduces them and
-        returns all gradients and no sums. Else as ``backward``.
+        Returns the gradients that are not ``deferred``, and the sums to be reduced later. The last run reduces them,
+        and returns all gradients and no sums. Otherwise like ``backward``.
         """
         part = self._deferred.part(totals, is_last, bool(takers))
         envs = self._filled(saved.take(keep, part.used_up), tangents)
@@ -254,7 +255,7 @@ class Executor(Runner):
         return [self._collect(env, "backward") for env in envs], sums
 
     def close(self, sums: Sums) -> Rows:
-        """Run the deferred reductions: for each rank the ``deferred`` gradients, with None for the others."""
+        """Run the deferred reductions. Returns for each rank the ``deferred`` gradients, with None for the others."""
         envs = [list(self._blank) for _ in sums]
         move(sums, envs)
         self._run(self._deferred.closing, envs)
@@ -284,7 +285,7 @@ class Executor(Runner):
         return lower(calls, self._slots, self._device, self.program, self._is_eager, before)
 
     def _lower_backward(self, calls: Sequence[fx.Node], before: Sequence[fx.Node] = ()) -> PartGraph:
-        """Lower calls of the backward part that run after others of it."""
+        """Lower calls of the backward part that run after the calls ``before`` of it."""
         return self._lower(calls, (*self._calls[1], *before))
 
     def _part(self, graph: PartGraph, kept: Collection[int]) -> PartRunner:
@@ -297,7 +298,7 @@ class Executor(Runner):
         return self._filled([list(self._blank) for _ in inputs], inputs)
 
     def _filled(self, envs: Sequence[Env], inputs: Sequence[Values]) -> list[Env]:
-        """The envs with the inputs of each rank, None for those that are there already."""
+        """The envs with the inputs of each rank; an input of None leaves its slot as it is."""
         for env, values in zip(envs, inputs, strict=True):
             for slot, value in zip(self._inputs, values, strict=True):
                 if value is not None:
@@ -305,7 +306,7 @@ class Executor(Runner):
         return list(envs)
 
     def _collect(self, env: Env, part: str) -> list[Tensor | None]:
-        """The results of a part, parallel to the program's outputs."""
+        """The results of a part, in the order of the program's outputs."""
         results: list[Tensor | None] = [None] * len(self._results)
         for slot, i in self._results_by_part[part]:
             results[i] = env[slot]
@@ -322,7 +323,7 @@ LARGEST = 2**20  # bytes; a larger constant is not worth its memory between step
 def constants(program: Program) -> list[fx.Node]:
     """The calls of torch's ops and of local collectives whose results are small and the same at every step, in order.
 
-    Results whose memory a user may see are not among them: those that are returned, or may share memory with one.
+    Leaves out results whose memory a user may see: those that are returned, or may share memory with a returned one.
     """
     result: dict[fx.Node, None] = {}
     for node in program.calls:
@@ -338,14 +339,14 @@ def constants(program: Program) -> list[fx.Node]:
     for node in reversed(list(result)):
         if not all(user in result or is_new(user) for user in node.users):
             del result[node]
-    for node in list(result):  # in order, so that what is made of those that are gone goes too
+    for node in list(result):  # in order, so that calls that read removed ones are removed, too
         if not result.keys() >= set(node.all_input_nodes):
             del result[node]
     return list(result)
 
 
 def share(values: list[Any]) -> None:
-    """Replace tensors of equal bits by one of them, such as the masks of all layers; none of them is ever written."""
+    """Replace tensors of equal bits, such as the masks of all layers, by one of them; none of them is ever written."""
     by_type: dict[tuple[Any, ...], list[Tensor]] = {}
     for i, value in enumerate(values):
         if isinstance(value, Tensor) and not (value.is_conj() or value.is_neg()):

@@ -20,7 +20,7 @@ from .executor import Executor, Rows, SavedEnvs
 from .part import Env, PartRunner, Values
 from .rewrite import Taker
 
-# Random bits wrap modulo 2**64, but indices that Inductor propagates do not. The overlap passes are those that torch
+# Random bits wrap modulo 2**64; the indices that Inductor propagates do not. The overlap passes are those that torch
 # recommends; without them every collective starts after all computation.
 OPTIONS: dict[str, Any] = {
     "constant_and_index_propagation": False,
@@ -64,23 +64,23 @@ class InductorExecutor(Executor):
         if part not in self._compiled:
             self._compiled[part] = CompiledPart(part, values, self.comm)
         text = f"a collective of {name}, compiled by Inductor, over {', '.join(axes)}"
-        # An error says which rank is gone; compiled code does not know which collective it was.
+        # An error names the rank that is gone; compiled code does not know the collective.
         with in_range(f"{name}/(model)/inductor"), waiting(lambda: text, lambda: self.comm.ranks(axes)):
             part.put(envs, self._compiled[part](values))
 
 
 class CompiledPart:
-    """One compiled part. State: ``_sent``: the traffic of a run."""
+    """One compiled part. State: ``_sent``, the traffic of one run."""
 
     def __init__(self, part: PartRunner, example: Sequence[Any], comm: Comm) -> None:
-        """``example``: the values that the part reads, of several ranks a list with an entry for each of them."""
+        """``example``: the values that the part reads; for several ranks each is a list with an entry for each rank."""
         self._comm = comm
         self._sent = [replace(traffic, calls=Counter(), bytes=Counter()) for traffic in comm.traffic]
         self._exchange(self._sent)
         forward = part.module(len(comm.positions)).forward
         graph = make_fx(lambda *values: forward(list(values), comm), tracing_mode="fake")(*example)
         self._exchange(self._sent)
-        # Not the module: its call goes through the traceback of an error, such as a guard raises, which Dynamo traces.
+        # Not the GraphModule: its __call__ walks the traceback of an error, such as a guard's, and Dynamo traces that.
         self._call: Callable[..., Sequence[Tensor]] = torch.compile(
             graph.forward, fullgraph=True, dynamic=False, options=OPTIONS
         )
@@ -94,12 +94,12 @@ class CompiledPart:
         return results
 
     def _exchange(self, others: Sequence[Traffic]) -> None:
-        """Swap the traffic counters with others, since tracing sends nothing."""
+        """Swap the traffic counters with ``others``, since tracing sends nothing."""
         for traffic, other in zip(self._comm.traffic, others, strict=True):
             traffic.calls, other.calls = other.calls, traffic.calls
             traffic.bytes, other.bytes = other.bytes, traffic.bytes
 
 
 def _contiguous(rows: Sequence[Values]) -> list[list[Tensor | None]]:
-    """The rows with contiguous tensors, for which the parts are traced."""
+    """The rows with contiguous tensors, as the compiled parts expect them."""
     return [[None if value is None else value.contiguous() for value in values] for values in rows]

@@ -1,4 +1,4 @@
-"""The kernel of a call: one that writes over an operand, or adds a bias, where that gives the same numbers."""
+"""Chooses the kernel of a call: one that overwrites an operand, or adds a bias, if that gives the same numbers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Kernel = Callable[..., Any]
 
 
 def biased_products(part: Sequence[fx.Node], program: Program) -> dict[fx.Node, fx.Node]:
-    """The additions of a bias, a row, to a contraction that has no other reader, each with its contraction."""
+    """The additions of a bias row to a contraction without other readers, each with its contraction."""
     inside, result = set(part), {}
     for node in part:
         if node.target is aten.add.Tensor and not node.kwargs and len(node.all_input_nodes) == 2:
@@ -44,7 +44,7 @@ def biased_products(part: Sequence[fx.Node], program: Program) -> dict[fx.Node, 
 
 
 def kernel_of(node: fx.Node, target: Kernel) -> Kernel:
-    """The kernel of a call whose op, or the form of it that writes over an operand, is ``target``; fx can name it."""
+    """The kernel of a call, which fx can name. ``target``: its op, or the form of it that overwrites an operand."""
     kernel = _direct(target)
     if node.target in LAYOUTS:
         kernel = _with_layout(kernel, LAYOUTS[node.target])
@@ -53,7 +53,7 @@ def kernel_of(node: fx.Node, target: Kernel) -> Kernel:
 
 @cache
 def _direct(target: Kernel) -> Kernel:
-    """An op without the Python around it."""
+    """An op without its Python wrapper."""
     if not isinstance(target, torch._ops.OpOverload):
         return target
     kernel = partial(target._op)
@@ -64,7 +64,7 @@ def _direct(target: Kernel) -> Kernel:
 def overwriting(
     node: fx.Node, order: Mapping[fx.Node, int], program: Program, device: torch.device
 ) -> tuple[Kernel, tuple[Any, ...]] | None:
-    """The kernel, with its arguments, that writes the result over an operand without later readers, if there is one."""
+    """The kernel, with its arguments, that overwrites an operand without later readers; None if there is none."""
     kernel = _softmax(node, program) if node.target in SOFTMAX and device.type == "cpu" else _in_place(node.target)
     if kernel is None:
         return None
@@ -78,7 +78,7 @@ def overwriting(
 
 
 def _in_place(target: Any) -> Kernel | None:
-    """The form of a pointwise op, or of one of shardc's own, that writes over its first operand."""
+    """The form of a pointwise op, or of one of shardc's own ops, that overwrites its first operand."""
     if target in WRITE_OVER:
         return WRITE_OVER[target]
     if not is_pointwise(target) or target.namespace != "aten" or target._schema.name.endswith("_"):
@@ -102,7 +102,7 @@ def _argument_names(target: Any) -> list[str]:
 
 
 def _softmax(node: fx.Node, program: Program) -> Kernel | None:
-    """A softmax over the last dim that writes over its operand, if the operand is contiguous."""
+    """A softmax over the last dim that overwrites its operand if that is contiguous."""
     op: Any = node.target
 
     def over_operand(x: Tensor, *args: Any) -> Any:
@@ -112,7 +112,7 @@ def _softmax(node: fx.Node, program: Program) -> Kernel | None:
 
 
 def _with_layout(kernel: Kernel, layout: Layout) -> Kernel:
-    """The kernel on copies of operands whose memory layout it does not take."""
+    """The kernel behind a conversion: operands whose memory layout it does not accept are copied first."""
 
     def prepared(*args: Any, **kwargs: Any) -> Any:
         return kernel(*(layout(i, args) if isinstance(x, Tensor) else x for i, x in enumerate(args)), **kwargs)
@@ -127,7 +127,7 @@ def _is_custom(target: Any) -> bool:
 
 
 def _custom(kernel: Kernel, name: str) -> Kernel:
-    """A custom op on contiguous operands; a ShardingError if its first run draws random numbers."""
+    """A custom op on contiguous operands. Raises a ShardingError if its first run draws random numbers."""
     runs = count()
 
     def custom(*args: Any, **kwargs: Any) -> Any:

@@ -43,8 +43,8 @@ from .kernel import biased_products, kernel_of, overwriting
 
 Wait = Callable[[], Sequence[Any]]  # waits for a collective, and returns the result of each rank
 aten = torch.ops.aten
-SAVE, RESTORE = "save", "restore"  # kinds of transfers of what is saved for backward
-METHODS: dict[Any, str] = {  # methods of tensors, which take their arguments in half the time of the op
+SAVE, RESTORE = "save", "restore"  # kinds of transfers of values saved for backward
+METHODS: dict[Any, str] = {  # methods of tensors, which parse their arguments in half the time of the op
     aten.permute.default: "permute",
     aten.reshape.default: "reshape",
     aten.view.default: "view",
@@ -67,19 +67,19 @@ class Collective:
     is_own: bool
 
     def start(self, comm: Comm, *columns: Sequence[Tensor], into: Sequence[Any] = ()) -> Wait:
-        """Start it, of operands with an entry for each rank. ``into``: tensors that a gather may write to."""
+        """Start it on operands with an entry for each rank. ``into``: tensors that a gather may write to."""
         if self.layout is not None:
             return comm.start_bucket(self.layout, list(zip(*columns, strict=True)), into)
         return comm.start(self.kind, columns[0], *self.args, is_own=self.is_own, into=into)
 
     def start_packed(self, comm: Comm, buffers: Sequence[Tensor]) -> Wait:
-        """Start it, of a buffer for each rank in which the operands are."""
+        """Start it on one buffer for each rank, which holds the operands."""
         assert self.layout is not None
         return start_packed(comm, self.layout, buffers)
 
 
 class RingCollective(Collective):
-    """A ring, which is done once it has been started."""
+    """A ring, which is done when ``start`` returns."""
 
     def start(self, comm: Comm, *columns: Sequence[Tensor], into: Sequence[Any] = ()) -> Wait:
         rows = getattr(ring, self.kind)(comm, *self.args, *columns)
@@ -100,9 +100,9 @@ class Transfer(Collective):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Place:
-    """Where a node comes from: the slot and the user's line, ``file.py:line``, of a program's call.
+    """The program's call that a node comes from: its slot, and the user's line as ``file.py:line``.
 
-    ``name``: that of its range in a trace; empty for views.
+    ``name``: the name of its range in a trace; empty for views.
     """
 
     slot: int
@@ -114,8 +114,9 @@ class Place:
 class PartGraph:
     """The graph of a part, which takes a list of ``values`` and a ``comm``.
 
-    ``nodes``: by slot the node of a value. ``reads``: the slots of ``values``. ``used_up``: those whose memory it
-    overwrites. ``places``: by a node's name, where it comes from. ``slots``: those of a program's nodes.
+    ``nodes``: by slot the node of a value. ``reads``: the slots of ``values``. ``used_up``: the slots of earlier parts
+    whose memory it overwrites. ``places``: by a node's name, the call that it comes from. ``slots``: those of a
+    program's nodes.
     """
 
     def __init__(self, slots: Mapping[fx.Node, int]) -> None:
@@ -127,11 +128,11 @@ class PartGraph:
         self._matrices: dict[tuple[fx.Node, Steps], fx.Node] = {}
 
     def of(self, node: fx.Node) -> fx.Node:
-        """The value of a program's node."""
+        """The node for the value of a program's node."""
         return self.read(self.slots[node], node.name)
 
     def read(self, slot: int, name: str | None = None) -> fx.Node:
-        """The value of a slot, from an earlier part if it is not computed here."""
+        """The node for the value of a slot, which is read from an earlier part if it is not computed here."""
         if slot not in self.nodes:
             with self.graph.inserting_before(self.clear):
                 args = self.values, len(self.reads)
@@ -140,13 +141,13 @@ class PartGraph:
         return self.nodes[slot]
 
     def write(self, node: fx.Node, place: Place) -> None:
-        """Let a node, and those that were added for it, be the value of a place's slot."""
+        """Make a node the value of a place's slot, and note the place of it and of the nodes that were added for it."""
         self.nodes[place.slot] = node
         while node is not self.clear and node.name not in self.places:
             self.places[node.name], node = place, node.prev
 
     def product(self, node: fx.Node, program: Program, bias: fx.Node | None = None) -> fx.Node:
-        """Add a contraction; matrices that several products share are made once."""
+        """Add a contraction; a matrix that several products share is made once."""
         a, b = operand(node), operand(node, 1)
         shapes = [program.value_type(program.value(each)).shape for each in (a, b)]
         bound, tracer = BoundDot(str(node.args[2]), *shapes), GraphAppendingTracer(self.graph)
@@ -168,7 +169,7 @@ class PartGraph:
         return self.graph.create_node("call_function", kernel_of(node, target), args, kwargs, node.name)
 
     def start(self, node: fx.Node, collective: Collective) -> fx.Node:
-        """Add a collective of one rank's operands."""
+        """Add a collective on one rank's operands."""
         columns: Any = [[self.of(each)] for each in operands(node) if each is not None]
         return self.graph.create_node("call_function", collective.start, (self.comm, *columns), name=node.name)
 
@@ -177,7 +178,7 @@ def lower(part: Sequence[fx.Node], slots: Mapping[fx.Node, int], device: torch.d
           is_eager: bool, before: Sequence[fx.Node] = ()) -> PartGraph:  # fmt: skip
     """The graph of a part of a program.
 
-    ``is_eager``: ops run rather than being traced for a compiler, so that kernels are chosen here. ``before``: calls of
+    ``is_eager``: ops run and are not traced for a compiler, so that kernels are chosen here. ``before``: calls of
     earlier parts; their results may be overwritten if only this part still reads them.
     """
     result, products = PartGraph(slots), biased_products(part, program) if is_eager else {}
@@ -215,7 +216,7 @@ def _collective(
 ) -> Collective | None:
     """The collective or the transfer of a call.
 
-    None for an op, in groups of one, where nothing is exchanged, and before localize.
+    None for an op, for groups of one rank, which exchange nothing, and before localize.
     """
     parts = members(node)
     args: tuple[Any, ...] = node.args[1:]

@@ -1,4 +1,4 @@
-"""A part of a program as Python that fx generates, for one rank or for several ranks of this process."""
+"""Runs a part of a program as Python that fx generates, for one rank or for several ranks of this process."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .lower import Collective, PartGraph, Place
 from .rewrite import over_ranks, with_buffers, with_ranges, with_waits
 
 Env = list[Any]  # the values of one rank, by slot; None before a value is computed and after its last reader
-Values = Sequence[Tensor | None]  # parallel to a program's inputs, or to its outputs
+Values = Sequence[Tensor | None]  # in the order of a program's inputs, or of its outputs
 
 
 class PartRunner:
-    """A part of a program, ready to run on envs.
+    """Runs a part of a program on envs.
 
     ``reads``: the slots that it takes; ``dead``: those of them that nobody reads later. ``results``: the slots that it
-    fills. State: ``_modules``, by the number of ranks and whether their calls have ranges.
+    fills. State: ``_modules``, by the number of ranks and whether calls have ranges.
     """
 
     def __init__(self, part: PartGraph, kept: Collection[int], is_eager: bool = True) -> None:
@@ -42,9 +42,9 @@ class PartRunner:
         self._modules: dict[tuple[int, bool], fx.GraphModule] = {}
 
     def run(self, envs: Sequence[Env], comm: Comm | None) -> None:
-        """Run the part, with one env for each rank of ``comm`` that lives in this process.
+        """Run the part, with one env for each rank of ``comm`` in this process.
 
-        Collectives are started in program order, which is the same on every rank, and waited for before their first
+        Collectives are started in program order, which is the same on every rank, and are waited for before their first
         reader.
         """
         if not self.results and not self.places:
@@ -60,7 +60,7 @@ class PartRunner:
         self.put(envs, results)
 
     def module(self, count: int, has_ranges: bool = False) -> fx.GraphModule:
-        """The module of so many ranks; if there are several, a value is a list with an entry for each of them."""
+        """The module for ``count`` ranks; for several ranks each value is a list with an entry for each of them."""
         if (count, has_ranges) not in self._modules:
             graph = copy.deepcopy(self.graph)
             if count > 1:
@@ -71,7 +71,7 @@ class PartRunner:
         return self._modules[count, has_ranges]
 
     def take(self, envs: Sequence[Env]) -> list[Any]:
-        """The values that the part reads; those that nobody reads later are no longer in the envs."""
+        """Return the values that the part reads; remove those that nobody reads later from the envs."""
         if len(envs) == 1:
             values: list[Any] = list(map(envs[0].__getitem__, self.reads))
         else:
@@ -87,19 +87,19 @@ class PartRunner:
                 env[slot] = value
 
     def place_of(self, error: BaseException, module: fx.GraphModule) -> Place | None:
-        """Where the call that raised an error comes from: of a collective, where it was started or waited for."""
+        """The place of the call that raised an error; a collective raises where it is started or waited for."""
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code is not module.forward.__code__:
             trace = trace.tb_next
         return None if trace is None else self.place_at(module, trace.tb_lineno)
 
     def place_at(self, module: fx.GraphModule, line: int) -> Place | None:
-        """Where a line of the generated Python comes from."""
+        """The place that a line of the generated Python comes from."""
         return self.places.get(module.code.split("\n")[line - 1].partition("=")[0].strip())
 
 
 def _raise_located(error: Exception, place: Place, comm: Comm | None) -> NoReturn:
-    """Raise the error of a call with its place in the model; of a collective, with the rank that is gone."""
+    """Raise the error of a call with its place in the model, and for a collective with the rank that is gone."""
     if place.collective is not None and comm is not None and is_communication(error):
         who, axes = _collective_text(place, place.collective), place.collective.axes
         raise explained(who, comm.ranks(axes)) from error.with_traceback(None)
@@ -112,7 +112,7 @@ def _raise_located(error: Exception, place: Place, comm: Comm | None) -> NoRetur
 
 
 def _collective_text(place: Place, collective: Collective) -> str:
-    """``all_reduce_tp (down, model.py:14) over tp``; of a bucket the first value and the number of the others."""
+    """``all_reduce_tp (down, model.py:14) over tp``; a bucket by its first value and the number of the others."""
     phase, _, rest = place.name.partition("/")
     module, _, name = rest.rpartition("/")
     module = "" if module == "(model)" else module

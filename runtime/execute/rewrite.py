@@ -1,4 +1,4 @@
-"""Rewrites of a part's graph, before fx generates Python from it: buffers, late waits, sums, ranges, several ranks."""
+"""Rewrites of a part's graph before fx generates Python from it: buffers, late waits, sums, ranges, several ranks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ..comm.process_group import WAIT
 from .lower import SAVE, Collective, PartGraph, Place
 
 PRODUCTS = (torch.mm, torch.bmm, torch.addmm)
-MOST_UNDER_WAY = {"reduce_scatter": 2, SAVE: tier.MOST_UNDER_WAY}  # by kind, of those over the same axes
-LARGE = 1 << 16  # elements of a product that is worth a view of its place in a buffer
+MOST_UNDER_WAY = {"reduce_scatter": 2, SAVE: tier.MOST_UNDER_WAY}  # by kind, over the same axes
+LARGE = 1 << 16  # elements; a smaller product is not worth a view of its place in a buffer
 Taker = Callable[[int, Tensor], None]  # takes the index of an output and a rank's shard of it
 SUMS: dict[Any, tuple[Any, str]] = {torch.mm: (torch.addmm, "addmm_"), torch.bmm: (torch.baddbmm, "baddbmm_")}
 
@@ -33,9 +33,9 @@ def collective_of(node: fx.Node) -> Collective | None:
 
 
 def with_targets(part: PartGraph, targets: Mapping[int, int], in_place: bool) -> None:
-    """Let values be written to tensors: by slot, the slot of the tensor that it is written to, if there is one.
+    """Write values to tensors. ``targets``: by slot of a value, the slot of its tensor, which may be None.
 
-    ``in_place``: gathers write to them by themselves. Else each value is copied where it is computed.
+    ``in_place``: gathers write to the tensors themselves. All other values are copied where they are computed.
     """
     graph = part.graph
     into: dict[fx.Node, list[fx.Node | None]] = {}
@@ -59,11 +59,11 @@ def _stored(target: Tensor | None, value: Tensor) -> Tensor:
 
 def with_sums(part: PartGraph, open_slots: Collection[int], deferred: Collection[int], offset: int,
               is_own: bool) -> None:  # fmt: skip
-    """Add the value of each open slot to its total, which is in the slot ``offset`` further, for deferred readers.
+    """Add the value of each open slot to its total, ``offset`` slots later; deferred readers read the total.
 
-    The addition comes after the last reader that is not deferred, of a collective's result before the first that is,
-    so that it does not wait. A product that nobody else reads adds to the total by itself. ``is_own``: the totals may
-    be written over.
+    The addition comes after the last reader that is not deferred. If a collective's result has only deferred readers,
+    it comes just before the first of them, so that it does not wait early. A product that nobody else reads adds to the
+    total in its own kernel. ``is_own``: the totals may be overwritten.
     """
     graph, order = part.graph, {node: i for i, node in enumerate(part.graph.nodes)}
     for slot in sorted(open_slots):
@@ -87,10 +87,10 @@ def with_sums(part: PartGraph, open_slots: Collection[int], deferred: Collection
 
 
 def with_takers(part: PartGraph, gradients: Mapping[int, tuple[int, int]], takers: int) -> None:
-    """Give gradients to a function as soon as they are there, in place of copying them to the tier below.
+    """Pass gradients to a function as soon as they are computed, in place of copying them to the tier below.
 
-    ``gradients``: by index of the program's outputs the slots of the gradient and of its parameter. ``takers``: the
-    slot of the function, which may write the parameter: it is called once the last copy of that has been fetched.
+    ``gradients``: by index of the program's outputs, the slots of the gradient and of its parameter. ``takers``: the
+    slot of the function. It may write the parameter, so it is called once the last copy of that has been fetched.
     """
     graph, taker = part.graph, part.read(takers)
     order = {node: i for i, node in enumerate(graph.nodes)}
@@ -107,7 +107,7 @@ def with_takers(part: PartGraph, gradients: Mapping[int, tuple[int, int]], taker
 
 
 def _first_reader(start: fx.Node, order: Mapping[fx.Node, int]) -> fx.Node:
-    """The first call that reads the result of a transfer, which has been waited for then."""
+    """The first call that reads the result of a transfer; the transfer is done by then."""
     return min(start.users, key=order.__getitem__)
 
 
@@ -116,7 +116,7 @@ def _take(taker: Taker, output: int, gradient: Tensor) -> None:
 
 
 def with_buffers(graph: fx.Graph) -> None:
-    """Let large products whose only reader is the all_reduce of a bucket be written to their places in its buffer."""
+    """Write large products whose only reader is the all_reduce of a bucket directly to their places in its buffer."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     for start in list(graph.nodes):
         collective = collective_of(start)
@@ -148,13 +148,13 @@ def with_buffers(graph: fx.Graph) -> None:
 
 
 def with_waits(graph: fx.Graph) -> dict[str, str]:
-    """Wait for each collective before its first reader; by name, the collective that a node waits for.
+    """Insert a wait for each collective before its first reader. Returns the collective of each wait, by names.
 
-    Of reduce_scatters over the same axes, and of copies of what is saved to the tier below, only so many are in flight,
-    since their operands, which are larger than the results on the device, live until they are done.
+    At most ``MOST_UNDER_WAY`` are in flight of reduce_scatters over the same axes, and of copies of saved values to the
+    tier below: their operands, which are larger than the results on the device, live until they are done.
     """
     started, waits = dict[fx.Node, None](), dict[str, str]()
-    latest: dict[tuple[str, ...], list[fx.Node]] = {}  # the last reduce_scatters by axes, and saves, which have none
+    latest: dict[tuple[str, ...], list[fx.Node]] = {}  # the last reduce_scatters by axes; saves have no axes
     for node in list(graph.nodes):
         due = set(started) if node.op == "output" else set(node.all_input_nodes)
         collective = collective_of(node)
@@ -176,7 +176,7 @@ def with_waits(graph: fx.Graph) -> dict[str, str]:
 
 
 def with_ranges(graph: fx.Graph, places: Mapping[str, Place]) -> None:
-    """Let a profiler see a range for each call of a program, where a collective is started and where it is awaited."""
+    """Add a profiler range for each call of a program; for a collective one for its start and one for its wait."""
     seen = set[Place]()
     for node in reversed(graph.nodes):
         place = places.get(node.name)
@@ -199,9 +199,9 @@ def _function(node: fx.Node) -> Any:
 
 
 def over_ranks(graph: fx.Graph, count: int) -> None:
-    """Let each value be a list with an entry for each of several ranks: ops run rank after rank.
+    """Make each value a list with an entry for each of ``count`` ranks: ops run rank after rank.
 
-    A collective takes the operands of all ranks as it takes a list with one rank's.
+    A collective takes these lists in place of lists with one rank's operands.
     """
     values, comm, *nodes = graph.nodes
     for node in nodes:
@@ -220,7 +220,7 @@ def over_ranks(graph: fx.Graph, count: int) -> None:
 
 
 def _over_ranks(argument: Any, node: fx.Node, count: int) -> Any:
-    """The argument of a node, with a node for the lists of all ranks where it is a list of nodes, and no list of fx."""
+    """The argument of a node for all ranks: a list with nodes becomes a node that makes that list for each rank."""
     if not isinstance(argument, (list, tuple)):
         return argument
     make = tuple if isinstance(argument, tuple) else list
@@ -233,7 +233,7 @@ def _over_ranks(argument: Any, node: fx.Node, count: int) -> Any:
 
 
 def _each(kernel: Callable[..., Any], args: Sequence[Any], count: int) -> Callable[..., list[Any]]:
-    """A call for each rank, as a function of the lists of all ranks in place of the nodes among ``args``."""
+    """A function that calls the kernel for each rank. It takes a list of all ranks for each node among ``args``."""
     places = [i for i, arg in enumerate(args) if isinstance(arg, fx.Node)]
     columns: list[Any] = [repeat(arg) for arg in args]
 
@@ -247,7 +247,7 @@ def _each(kernel: Callable[..., Any], args: Sequence[Any], count: int) -> Callab
 
 
 def _with_names(kernel: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
-    """A function that passes its last arguments on by name."""
+    """The kernel as a function whose last arguments are passed on under ``names``."""
 
     def named(*args: Any) -> Any:
         split = len(args) - len(names)

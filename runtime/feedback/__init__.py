@@ -1,1 +1,1 @@
-"""What is kept from step to step for codes with feedback: what they left out, and the momentum that they stand for."""
+"""State of codes with error feedback, kept from step to step: their residuals, and the momentum that they encode."""

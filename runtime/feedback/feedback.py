@@ -1,4 +1,4 @@
-"""What a module keeps from step to step for codes with feedback."""
+"""The error-feedback state that a module keeps from step to step."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .residuals import Residuals
 
 @dataclass(slots=True)
 class Feedback:
-    """The residuals of a module, and its optimizer's momentum where that is sent.
+    """The residuals of a module, and its optimizer's momentum if that is sent in place of gradients.
 
-    ``compile_before``: compiles a call for the steps that do not send it, and for those that are no training.
+    ``compile_before``: compiles a call that does not send the momentum: for the steps before, and outside training.
     """
 
     residuals: Residuals = field(default_factory=Residuals)
@@ -31,16 +31,16 @@ class Feedback:
         return self.momentum is not None and self.momentum.is_sent
 
     def send_momentum(self, option: Momentum, parameters: Parameters, compile_before: Callable[..., Any]) -> None:
-        """Send the momentum of a module's parameters, given by name, where the option says so."""
+        """Send the momentum of ``parameters``, a module's by name, in the steps in which the option says so."""
         self.momentum, self.compile_before = MomentumSteps(option, parameters), compile_before
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Note an optimizer of the module's parameters."""
+        """Register the optimizer of the module's parameters."""
         if self.momentum is not None:
             self.momentum.attach(optimizer)
 
     def copied(self, parameters: Parameters) -> Feedback:
-        """What a copy of the module has of its own."""
+        """The feedback state of a copy of the module, which has ``parameters``."""
         twin = Feedback(self.residuals.copied())
         if self.momentum is not None and self.compile_before is not None:
             twin.send_momentum(self.momentum.option, parameters, self.compile_before)

@@ -1,4 +1,4 @@
-"""The steps of an Adam whose momentum is sent in place of gradients (1-bit Adam), after those with whole gradients."""
+"""1-bit Adam: after some steps with whole gradients, ranks send Adam's momentum in place of gradients."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class MomentumSteps(StepWatcher):
     Programs get the optimizer's momentum. Parameters whose ``.grad`` is the new momentum are stepped here, while the
     optimizer steps the others.
 
-    The optimizer's state of such a parameter gets ``variance_steps``: how many gradients its variance is made of, fewer
-    than there were steps. State: the ``optimizer``, known from its first step or from a checkpoint; ``sent``, the
-    parameters whose ``.grad`` is a momentum now, by id, with the number of the backward that made it; ``hidden``, the
-    options, the parameter and the gradient of each that is stepped here, during a step of the optimizer.
+    The optimizer's state of such a parameter gets ``variance_steps``: the number of gradients in its variance, which is
+    less than the number of steps. State: the ``_optimizer``, known from its first step or from a checkpoint; ``sent``,
+    the parameters whose ``.grad`` is now a momentum, by id, each with the number of the backward that made it;
+    ``hidden``, during a step of the optimizer: parameter group, parameter and gradient of each that is stepped here.
     """
 
     sees_begin = True
@@ -52,23 +52,23 @@ class MomentumSteps(StepWatcher):
         return list(self._parameters().values())
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Take the momenta of an optimizer from now on; gradients that are there are of no step of it."""
+        """Take the momenta of this optimizer from now on. Gradients that exist already count as whole gradients."""
         self._optimizer = weakref.ref(optimizer)
         self.sent.clear()
 
     def check_unscale(self, optimizer: Optimizer) -> None:
-        """ShardingError if an optimizer holds gradients that are momenta: the loss was scaled, they were not."""
+        """Raise a ShardingError if gradients of an optimizer are momenta: those were not scaled with the loss."""
         if any(id(each) in self.sent for group in optimizer.param_groups for each in group["params"]):
             problem = "the loss is scaled, the momentum is not"
             raise ShardingError(self.option.text, "with a GradScaler", problem, "use bfloat16 without one")
 
     def of(self, names: Iterable[str]) -> list[Tensor]:
-        """The momenta of parameters, whose gradients are momenta from now on."""
+        """The momenta of the named parameters, whose ``.grad`` counts as a momentum from now on."""
         parameters = self._parameters()
         return [self._momentum(name, parameters[name]) for name in names]
 
     def _momentum(self, name: str, parameter: Tensor) -> Tensor:
-        """The momentum of a parameter. OrderError if a gradient is there: a momentum cannot be added to it."""
+        """The momentum of a parameter. Raises an OrderError if it has a gradient, to which no momentum can be added."""
         optimizer, backward = self._optimizer(), torch._C._current_graph_task_id()
         if parameter.grad is not None or self.sent.get(id(parameter)) == backward:
             what, problem = f"parameter {name!r} has a gradient already", "a momentum is that of one loss"
@@ -84,11 +84,11 @@ class MomentumSteps(StepWatcher):
         return momentum
 
     def note_whole_gradients(self) -> None:
-        """Gradients of a backward are no momenta."""
+        """Note that the gradients of a backward are whole gradients, not momenta."""
         self.sent.clear()
 
     def note_begin(self, optimizer: Optimizer, has_closure: bool) -> None:
-        """Take gradients away, so that the optimizer leaves their parameters as they are."""
+        """Hide the gradients of parameters that are stepped here, so that the optimizer skips these parameters."""
         self._optimizer = weakref.ref(optimizer)
         for _, each, gradient in self.hidden:  # of a step that failed
             each.grad = gradient
@@ -104,7 +104,7 @@ class MomentumSteps(StepWatcher):
             each.grad = None
 
     def _check(self, optimizer: Optimizer, groups: Iterable[Mapping[str, Any]], has_closure: bool) -> None:
-        """ShardingError for an optimizer that does something else."""
+        """Raise a ShardingError for an optimizer whose step ``note_step`` cannot compute."""
         who, remedy = f"a step of {type(optimizer).__name__}", "leave momentum= out"
         problem = f"{self.option.text} does its steps"
         wrong = "" if isinstance(optimizer, Adam) else "it is neither torch.optim.Adam nor AdamW"
@@ -122,13 +122,13 @@ class MomentumSteps(StepWatcher):
 
     @torch.no_grad()
     def note_step(self, optimizer: Optimizer) -> None:
-        """Adam's step, with a momentum and the variance as they are, or of a whole gradient."""
+        """Step the hidden parameters by Adam: by a sent momentum, which leaves the variance, or by a whole gradient."""
         hidden, self.hidden = self.hidden, []
         for group, parameter, gradient in hidden:
             state, lr, beta2 = optimizer.state[parameter], float(group["lr"]), group["betas"][1]
             renewed = state.setdefault(VARIANCE_STEPS, state["step"].clone())
             state["step"] += 1
-            if id(parameter) in self.sent:  # what has no variance, as rows of a table that were not read, stays
+            if id(parameter) in self.sent:  # zero where there is no variance: unread rows of a table
                 state["exp_avg"].copy_(gradient).mul_(state["exp_avg_sq"] > 0)
             else:
                 renewed += 1

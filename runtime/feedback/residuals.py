@@ -1,4 +1,4 @@
-"""What codes leave out of gradients, from one step to the next (error feedback)."""
+"""Error feedback: the residuals that codes leave out of gradients, kept for the next step."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from torch import Tensor
 
 from shardc.language.sharding import Sharding, TensorType
 
-Source = Callable[[Tensor], None]  # adds what was saved of a residual to a tensor
+Source = Callable[[Tensor], None]  # adds a part of a saved residual to a tensor
 
 
 class Residuals:
     """The residuals of a module's gradients, which all of its programs read and write.
 
-    A residual is ``[ranks, *shape]``, of which each rank has its own; what counts is their sum. State: ``tensors``, by
-    name those of each sharding that a program asked for; ``sources``, of those that were loaded before one did.
+    A residual is ``[ranks, *shape]``: one slice for each rank; only their sum matters. State: ``tensors``, by name,
+    then by the type and sharding that a program asked for; ``sources``, by name, of residuals that were loaded before
+    a program asked for them.
     """
 
     def __init__(self) -> None:
@@ -24,7 +25,7 @@ class Residuals:
         self.sources: dict[str, Sequence[Source]] = {}
 
     def tensor(self, name: str, type_: TensorType, sharding: Sharding, zeros: Callable[[], Tensor]) -> Tensor:
-        """The residual of a gradient as a program reads it: zeros, but for what was loaded."""
+        """The residual of a gradient in the type and sharding of a program: loaded values, or zeros."""
         variants = self.tensors.setdefault(name, {})
         if (type_, sharding) not in variants:
             variants[type_, sharding] = zeros()
@@ -32,12 +33,12 @@ class Residuals:
         return variants[type_, sharding]
 
     def by_name(self) -> dict[str, list[Tensor]]:
-        """All that there are. Those that were loaded and not asked for yet are not among them."""
+        """All residuals in use, by name; without those that were loaded and that no program has asked for yet."""
         return {name: list(variants.values()) for name, variants in self.tensors.items()}
 
     @torch.no_grad()
     def load(self, sources: Mapping[str, Sequence[Source]]) -> None:
-        """Take what was saved in place of what is here."""
+        """Replace the residuals by saved ones."""
         self.sources = dict(sources)
         for name, tensors in self.by_name().items():
             for tensor in tensors:
@@ -49,7 +50,7 @@ class Residuals:
             source(tensor)
 
     def copied(self) -> Residuals:
-        """Residuals of its own for a copy of the module."""
+        """The residuals of a copy of the module: clones."""
         twin = Residuals()
         twin.sources = dict(self.sources)
         twin.tensors = {

@@ -1,1 +1,1 @@
-"""What lets Accelerate and the Trainer of transformers take a parallel module."""
+"""Support for parallel modules in Accelerate and in the Trainer of transformers."""

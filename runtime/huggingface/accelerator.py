@@ -1,4 +1,4 @@
-"""An Accelerator whose model is a parallel module on ranks: all ranks are one device, and read whole batches."""
+"""An Accelerator for a parallel module on ranks: all ranks count as one device, and read whole batches."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WHO = "an Accelerator of a parallel module"
 
 
 def become_one_device(accelerator: Accelerator, model: ParallelModule) -> None:
-    """Let an Accelerator treat all ranks as one device from now on; a ShardingError if it is set up otherwise."""
+    """Make an Accelerator treat all ranks as one device. Raises a ShardingError if its settings do not allow that."""
     if isinstance(accelerator, OneDevice) or (not is_on_ranks(model) and accelerator.num_processes > 1):
         return
     if is_on_ranks(model):
@@ -63,7 +63,7 @@ def _check_set_up(accelerator: Accelerator, model: ParallelModule) -> None:
 
 
 def is_of_the_job(accelerator: Accelerator) -> bool:
-    """Whether an Accelerator knows of all processes, which it does not on CPUs unless it is told."""
+    """Whether an Accelerator knows of all processes; on CPUs it does so only with ``cpu=True``."""
     return not dist.is_initialized() or accelerator.state.num_processes == dist.get_world_size()
 
 
@@ -75,32 +75,32 @@ def device_of(model: ParallelModule) -> torch.device:
 
 @functools.cache
 def joined(further: Any, kind: Any) -> Any:
-    """A subclass of a class by its own name, with the methods of a further class before its own."""
+    """A subclass of ``kind`` with the same name, in which the methods of ``further`` come first."""
     body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return new_class(kind.__name__, (further, kind), {}, lambda namespace: namespace.update(body))
 
 
 class OneDevice(Accelerator):
-    """What differs where all ranks are one device, which is what ``num_processes`` of 1 says.
+    """An Accelerator to which all ranks are one device, so that ``num_processes`` is 1.
 
     The parallel module is not wrapped. Every rank reads every batch whole, in the first rank's order. A scheduler steps
-    once for each step of the optimizer. Gathering makes outputs whole and plain, and repeats none. States are saved
-    whole, by the first rank. Ranks stay processes to ``is_main_process``, ``wait_for_everyone`` and ``print``.
+    once for each step of the optimizer. Gathering makes outputs whole and plain, without repetition. The first rank
+    saves whole states. ``is_main_process``, ``wait_for_everyone`` and ``print`` still treat ranks as processes.
     """
 
-    _is_one_device = True  # for hooks, which import no accelerate
+    _is_one_device = True  # read by hooks, which do not import accelerate
     flag_tensor: Tensor | None
     _gate: Gate | None
 
     @property
     def num_processes(self) -> int:
-        """The number of devices among which batches are split."""
+        """The number of devices that share a batch: 1."""
         return 1
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Give a parallel module autocast, and leave it where it is; other modules as they always are."""
+        """Give a parallel module autocast, and leave it where it is; prepare other modules as usual."""
         if is_on_ranks(model):
             device_placement, evaluation_mode = False, True
         return super().prepare_model(model, device_placement, evaluation_mode)
@@ -108,7 +108,7 @@ class OneDevice(Accelerator):
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """A loader whose batches are whole and the same on every rank; the first rank draws their order."""
+        """A loader whose batches are whole and equal on every rank; the first rank draws their order."""
         if getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader)
         if self.dispatch_batches:
@@ -141,7 +141,7 @@ class OneDevice(Accelerator):
         return scheduler
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Clip gradients by their norm over all parameters, those of other stages of a pipeline among them."""
+        """Clip gradients by their norm over all parameters, including those of other pipeline stages."""
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         for model in filter(is_on_ranks, self._models):
             if {id(each) for each in parameters} == {id(each) for each in model.parameters()}:
@@ -150,22 +150,22 @@ class OneDevice(Accelerator):
         return _whole(super().clip_grad_norm_(parameters, max_norm, norm_type))
 
     def gather(self, tensor: Any) -> Any:
-        """Tensors whole and plain, on every rank; all ranks call it."""
+        """Make tensors whole and plain on every rank; all ranks must call it."""
         return operations.recursively_apply(_whole, tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """What one device gathers: of the last batch no more than its samples."""
+        """Gather as one device does: of the last batch no more than its samples."""
         if not use_gather_object and all(isinstance(each, Tensor) for each in tree_leaves(input_data)):
             return super().gather_for_metrics(input_data)
         state = self.gradient_state
         return input_data[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else input_data
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Tensors whole and plain: there is one device to reduce over."""
+        """Make tensors whole and plain: with one device there is nothing to reduce."""
         return self.gather(tensor)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Tensors whole and plain: there is one device to pad for."""
+        """Make tensors whole and plain: with one device there is nothing to pad."""
         return self.gather(tensor)
 
     def check_trigger(self) -> Any:
@@ -175,11 +175,11 @@ class OneDevice(Accelerator):
         return super().check_trigger()
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
-        """Whole plain tensors in host memory, on the first rank; every rank calls it, and others get none."""
+        """Whole plain tensors in host memory on the first rank, none on others; every rank must call it."""
         return whole_state(model) if is_on_ranks(model) else super().get_state_dict(model, unwrap)
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Save models and optimizers whole, and what keys the parallel module's dropout; every rank calls it."""
+        """Save models and optimizers whole, and the parallel modules' random keys; every rank must call it."""
 
         def save(models: Sequence[nn.Module], weights: Any, folder: str) -> None:
             save_draws(folder, models, self.is_main_process)
@@ -193,7 +193,7 @@ class OneDevice(Accelerator):
             self.wait_for_everyone()
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """Load what ``save_state`` wrote, on this or any other mesh or device."""
+        """Load a state of ``save_state``, written on this or any other mesh or device."""
 
         def load(models: list[Any], folder: str) -> None:
             load_draws(folder, models)
@@ -207,7 +207,7 @@ class OneDevice(Accelerator):
 
 
 class FirstRanksDraws:
-    """The random states that Accelerate shares as an epoch begins, to which all ranks come together."""
+    """The random states that Accelerate shares at the start of an epoch, which all ranks begin together."""
 
     def __init__(self, gate: Gate | None, sampler: Any) -> None:
         self._gate, self._sampler = gate, sampler
@@ -224,17 +224,17 @@ class FirstRanksDraws:
 
 
 class LoadedByName:
-    """A parallel module as ``load_model`` of safetensors takes it, which looks for tied tensors by their memory."""
+    """A parallel module for ``load_model`` of safetensors, which would look for tied tensors by their memory."""
 
     def __init__(self, module: ParallelModule) -> None:
         self.module = module
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Nothing to look at."""
+        """Empty, so that safetensors finds no tied tensors."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Tensor], strict: bool = True) -> Any:
-        """Load whole plain tensors, of which tied ones may have one name."""
+        """Load whole plain tensors; tied ones may be there under one of their names only."""
         aliases = Names.of(self.module).aliases
         first = {aliases.get(name, name): value for name, value in state_dict.items()}
         state_dict = {**state_dict, **first, **{alias: first[name] for alias, name in aliases.items() if name in first}}
@@ -247,7 +247,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def states_whole(optimizers: Iterable[Any]) -> Iterator[None]:
-    """In the block ``state_dict`` of Accelerate's optimizers is whole; every rank enters it, the first may read it."""
+    """Context in which ``state_dict`` of Accelerate's optimizers is whole, on the first rank; every rank enters it."""
     with ExitStack() as stack:
         for optimizer in optimizers:
             state = whole_optimizer_state(optimizer.optimizer)

@@ -1,4 +1,4 @@
-"""Where Accelerate and Trainer meet a parallel module: one given any other model does what it always does."""
+"""Hooks by which Accelerate and Trainer take a parallel module; for any other model they work as usual."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ HOOKED = "_takes_parallel_modules"
 
 
 def take_parallel_modules(model: nn.Module) -> None:
-    """Let Accelerator and Trainer take parallel modules, once they are imported, as for a model of transformers."""
+    """Let Accelerator and Trainer take parallel modules, if accelerate is imported.
+
+    Imports the Trainer for a model of transformers or peft.
+    """
     if "accelerate.accelerator" not in sys.modules:
         return
     if any(each.__module__.partition(".")[0] in ("transformers", "peft") for each in type(model).__mro__):
@@ -29,7 +32,7 @@ def take_parallel_modules(model: nn.Module) -> None:
 
 
 def _hook_accelerator(kind: Any) -> None:
-    """Let an Accelerator become one device when a parallel module is prepared."""
+    """Make an Accelerator one device when it prepares a parallel module."""
     if HOOKED in vars(kind):
         return
 

@@ -1,8 +1,8 @@
-"""Tensors that transformers stores under other names, or in other parts, than a model has them.
+"""Converts tensors that transformers stores under other names than the model's, or in other parts.
 
-A Mixtral has one parameter for all experts of a layer, for example, and its folder a tensor for each expert. The
+A Mixtral has one parameter for all experts of a layer, for example, and its folder has a tensor for each expert. The
 mapping and the conversion are transformers' own. A conversion is traced, without memory, as a program from stored
-tensors to parameters; a rank evaluates its shard of them, and reads no more than that needs.
+tensors to parameters. A rank evaluates its shards of the parameters, and reads only the parts that these need.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ Conversion = tuple[Program, Mapping[str, Tensor]]
 
 
 def under_names_of(model: nn.Module, given: Mapping[str, WholeValue]) -> dict[str, Value]:
-    """The values by the names that a model has for them; unchanged for a model that is not one of transformers.
+    """The values by the model's own names; unchanged for a model that is not of transformers.
 
-    A value that the model has no name for keeps its own. A CheckpointError names stored tensors that cannot be
-    converted.
+    A value for which the model has no name keeps its own. Raises a CheckpointError that names stored tensors that
+    cannot be converted.
     """
     if all(each.__module__.partition(".")[0] != "transformers" for each in type(model).__mro__):
         return dict(given)
@@ -46,7 +46,7 @@ def under_names_of(model: nn.Module, given: Mapping[str, WholeValue]) -> dict[st
         from transformers import PreTrainedModel
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
-    except ImportError:  # older than version 5, where modules have the tensors that are stored
+    except ImportError:  # before version 5 modules have their tensors as they are stored
         return dict(given)
     if not isinstance(model, PreTrainedModel):
         return dict(given)
@@ -55,7 +55,7 @@ def under_names_of(model: nn.Module, given: Mapping[str, WholeValue]) -> dict[st
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     found, merges = dict[str, Value](), dict[str, Merge]()
-    for key in sorted(given, key=dot_natural_key):  # the order of transformers, which numbers experts by it
+    for key in sorted(given, key=dot_natural_key):  # transformers' order, which numbers the experts
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
         if name not in state and key in state:
             name, pattern = key, None
@@ -72,9 +72,9 @@ def under_names_of(model: nn.Module, given: Mapping[str, WholeValue]) -> dict[st
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """Stored tensors that transformers converts to parameters: to ``name``, and to others where it splits them.
+    """Stored tensors that transformers converts to parameters: to ``name``, and to others if it splits them.
 
-    ``converter``: of transformers. ``sources``: the key, the pattern of the converter and the value of each.
+    ``converter``: transformers' own. ``sources``: the key, the converter's pattern and the value of each tensor.
     """
 
     model: Any
@@ -88,7 +88,7 @@ class Merge:
         types = tuple(value.type for value in values)
         made = self._convert([torch.empty(each.shape, dtype=each.dtype, device="meta") for each in types])
         shapes = tuple(tuple(each.shape) for each in made.values())
-        key = id(self.converter), patterns, types, shapes  # layers are alike
+        key = id(self.converter), patterns, types, shapes  # equal for all layers
         if key not in programs:
             programs[key] = self._program(types)
         return {name: ConvertedValue(*programs[key], i, values) for i, name in enumerate(made)}
@@ -127,7 +127,7 @@ class Merge:
 
 @functools.cache
 def _as_views() -> Mapping[Any, Callable[..., Any]]:
-    """Decompositions into ops for which an Evaluator knows what part of an operand a part of the result needs."""
+    """Decompositions into ops for which an Evaluator can derive operands' regions from a region of the result."""
     ops = (aten.stack.default, aten.split.Tensor, aten.split_with_sizes.default, aten.transpose.int, aten.t.default)
     table: dict[Any, Callable[..., Any]] = get_decompositions(ops)
     return table
@@ -135,7 +135,7 @@ def _as_views() -> Mapping[Any, Callable[..., Any]]:
 
 @dataclass(frozen=True)
 class ConvertedValue(Value):
-    """An output of a conversion, whose stored tensors are read when a shard is evaluated."""
+    """An output of a conversion; its stored tensors are read when a shard is evaluated."""
 
     program: Program
     constants: Mapping[str, Tensor]

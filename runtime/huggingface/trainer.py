@@ -1,4 +1,4 @@
-"""A Trainer whose model is a parallel module: batches are global, and every rank takes part in a checkpoint."""
+"""A Trainer for a parallel module: batches are global, and every rank takes part in a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WHO = "a Trainer of a parallel module"
 
 
 def adopt(trainer: Trainer, model: ParallelModule) -> None:
-    """Let a Trainer train a parallel module; a ShardingError for arguments that do not fit one."""
+    """Let a Trainer train a parallel module. Raises a ShardingError for arguments that do not fit one."""
     if not isinstance(trainer, ParallelTrainer):
         kind: Any = type(trainer)
         trainer.__class__ = joined(ParallelTrainer, kind)
@@ -37,7 +37,7 @@ def adopt(trainer: Trainer, model: ParallelModule) -> None:
 
 
 def _join_job(args: Any, model: ParallelModule) -> bool:
-    """Let arguments know of a job of processes without GPUs, which they take for one of a single process by default."""
+    """Set arguments for a job of CPU processes, which by default they take for a single process."""
     if device_of(model).type != "cpu" or args.use_cpu or args.accelerator_config.use_configured_state:
         return False
     args.use_cpu = True
@@ -46,7 +46,7 @@ def _join_job(args: Any, model: ParallelModule) -> bool:
 
 
 def _misfits(args: Any, model: ParallelModule) -> list[tuple[str, Any, str, str]]:
-    """Arguments that do not fit, each with its name, its value, the problem and what to do."""
+    """Arguments that do not fit: name, value, problem and remedy of each."""
     found: list[tuple[str, Any, str, str]] = []
     if args.save_on_each_node:
         problem = "the first rank of the job writes for all"
@@ -63,32 +63,32 @@ def _misfits(args: Any, model: ParallelModule) -> list[tuple[str, Any, str, str]
 
 
 class ParallelTrainer(Trainer):
-    """What differs where the model is a parallel module.
+    """A Trainer of a parallel module.
 
-    ``per_device_train_batch_size`` is the size of the whole batch, since all ranks are one device. What the first rank
-    saves it gathers from all of them.
+    ``per_device_train_batch_size`` is the size of the whole batch, since all ranks count as one device. The first rank
+    saves, with tensors gathered from all ranks.
     """
 
     current_flos: float
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train; on ranks every one of them calls it."""
+        """Train; every rank must call it."""
         with self._as_one_process():
             return super().train(*args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate; on ranks every one of them calls it."""
+        """Evaluate; every rank must call it."""
         with self._as_one_process():
             return super().evaluate(*args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Predict; on ranks every one of them calls it, and has all predictions."""
+        """Predict; every rank must call it, and gets all predictions."""
         with self._as_one_process():
             return super().predict(*args, **kwargs)
 
     @contextmanager
     def _as_one_process(self) -> Iterator[None]:
-        """In the block ``args.world_size`` is 1 on ranks: they have one batch, and one state of random numbers."""
+        """Context in which ``args.world_size`` is 1 on ranks: they share one batch and one random state."""
         state = self.args.distributed_state
         if is_on_ranks(self.model) and state is not None:
             self.args.distributed_state = OneProcess(state)
@@ -110,7 +110,7 @@ class ParallelTrainer(Trainer):
             super()._move_model_to_device(model, device)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Save the model: the first rank writes what all ranks send."""
+        """Save the model: the first rank writes the tensors that all ranks send."""
         if state_dict is None:
             if not hasattr(type(self.model), "save_pretrained"):
                 state_dict = {name: each.clone() for name, each in whole_state(self.model).items()}  # tied ones twice
@@ -120,7 +120,7 @@ class ParallelTrainer(Trainer):
             super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Save the optimizer's state whole, as it is on one device."""
+        """Save the optimizer's whole state, as one device would."""
         with states_whole([self.optimizer] if is_on_ranks(self.model) else ()):
             super()._save_optimizer_and_scheduler(output_dir)
 
@@ -136,7 +136,7 @@ class ParallelTrainer(Trainer):
 
 
 class OneProcess:
-    """Accelerate's state of this process, but for the number of processes."""
+    """Accelerate's state of this process, with 1 as the number of processes."""
 
     def __init__(self, state: Any) -> None:
         self._state, self.num_processes = state, 1

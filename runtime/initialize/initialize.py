@@ -30,9 +30,9 @@ def initialize(
 ) -> nn.Module:
     """Give a model on meta its values: plain whole tensors on a Mesh, DTensors of this rank's shards on a DeviceMesh.
 
-    ``initialized.program`` is canonical. ``shardings`` returns the sharding of the parameter or buffer of a name and
-    shape. Warns of cut values that every rank had to compute whole; a ShardingError names those that no initializer
-    writes.
+    ``initialized.program`` is canonical. ``shardings`` returns the sharding of a parameter or buffer, given its name
+    and shape. Warns of cut values that every rank had to compute whole. Raises a ShardingError that names the values
+    that no initializer writes.
     """
     conversion = conversion_on(mesh, "cpu")
     device = conversion.comm.device
@@ -57,7 +57,7 @@ def initialize(
 
 
 def values_of(program: Program, constants: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
-    """Whole initial values of some tensors, by name; ``program`` is canonical. ShardingError for one without."""
+    """Whole initial values of the tensors ``names``; ``program`` is canonical. ShardingError for one without values."""
     cpu = torch.device("cpu")
     evaluator = Evaluator(program, torch.tensor([0, 0]), constants, cpu)
     tensors = dict[str, Tensor]()
@@ -75,7 +75,7 @@ def values_of(program: Program, constants: Mapping[str, Tensor], names: Sequence
 def _placed(
     evaluator: Evaluator, conversion: Conversion, node: Any, sharding: Sharding, shape: tuple[int, ...], name: str
 ) -> Tensor:
-    """The value as the model holds it; ranks in this process that hold the same piece compute it once."""
+    """The value as a tensor of the model; ranks in this process that hold the same piece compute it once."""
     shared, pieces = dict[Any, Tensor](), list[Tensor]()
     for position in conversion.comm.positions:
         where = region(sharding, shape, position)
@@ -87,7 +87,7 @@ def _placed(
 
 
 def _check(unwritten: list[str], whole: Mapping[str, set[str]]) -> None:
-    """ShardingError for values that no initializer writes, a warning for those that every rank made whole."""
+    """Raise a ShardingError for values that no initializer writes; warn of those that every rank computed whole."""
     if unwritten:
         raise ShardingError(
             f"initial value of {', '.join(unwritten[:8])}" + (", ..." if len(unwritten) > 8 else ""),
@@ -103,11 +103,11 @@ def _check(unwritten: list[str], whole: Mapping[str, set[str]]) -> None:
         warnings.warn(error_text(who, what, problem, remedy), stacklevel=4)
 
 
-Region = tuple[Tensor, ...]  # for each dim the int64 indices of the elements
+Region = tuple[Tensor, ...]  # for each dim the int64 indices of its elements
 
 
 def piece_region(sharding: Sharding, shape: tuple[int, ...], position: int, device: torch.device) -> Region:
-    """The region of a value that the rank at a position holds."""
+    """The region of a value that the rank at ``position`` holds."""
     bounds, region = iter(piece_bounds(sharding, shape, position)), list[Tensor]()
     for dim, size in zip(sharding.dims, shape, strict=True):
         subs = [sub for sub, _ in dim.subdims(size)]
@@ -125,13 +125,13 @@ def take(value: Tensor, region: Region) -> Tensor:
 
 
 def broadcast_region(region: Region, shape: Sequence[int]) -> Region:
-    """The region of a broadcast operand of ``shape`` that a region of the result needs."""
+    """The region of a broadcast operand of ``shape`` that a region of the result reads."""
     pairs = zip(region[len(region) - len(shape) :], shape, strict=True)
     return tuple(index.new_zeros(min(len(index), 1)) if size == 1 else index for index, size in pairs)
 
 
 def join_index(indices: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """The indices in one dim that several dims are flattened to, for all combinations, the last dim fastest."""
+    """Flatten indices: for all combinations of indices in several dims, the index in the flattened dim, row-major."""
     if not indices:
         return torch.zeros(1, dtype=torch.int64)
     pairs = list(zip(indices, sizes, strict=True))
@@ -139,7 +139,7 @@ def join_index(indices: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
 
 
 def split_index(index: Tensor, sizes: Sequence[int]) -> list[Tensor] | None:
-    """The indices in several dims whose combinations these are; None if there are no such indices."""
+    """The inverse of ``join_index``: indices in several dims whose combinations are ``index``; None if impossible."""
     if not sizes:
         return []
     if len(sizes) == 1:
@@ -156,7 +156,7 @@ def split_index(index: Tensor, sizes: Sequence[int]) -> list[Tensor] | None:
 
 
 def _groups(shape: Sequence[int], source: Sequence[int]) -> list[tuple[tuple[int, int], Sequence[int]]]:
-    """The shortest runs of dims of ``shape``, each with the dims of ``source`` of which it is a view."""
+    """The shortest runs of dims of ``shape``, each with the sizes of the dims of ``source`` that it is a view of."""
     result: list[tuple[tuple[int, int], Sequence[int]]] = []
     i = j = 0
     while i < len(shape) or j < len(source):
@@ -172,8 +172,8 @@ def _groups(shape: Sequence[int], source: Sequence[int]) -> list[tuple[tuple[int
 
 aten = torch.ops.aten
 CHUNK = {"cpu": 2**18}  # elements that are computed at a time, by device type; as many as fit into its caches
-# Elementwise ops whose kernels compute the same bits for an element whatever the number of elements, which tests check.
-# Kernels of others, such as pow and sigmoid, compute the last few elements by different code.
+# Elementwise ops whose kernels compute the same bits for an element whatever the number of elements; tests check this.
+# Other kernels, such as those of pow and sigmoid, compute the last few elements by different code.
 STEADY = {
     getattr(packet, overload)
     for packet in (
@@ -198,7 +198,7 @@ class Evaluator:
     """Evaluates nodes of a canonical program whose inputs are a seed and constants.
 
     State: ``_memo``, the regions of one chunk by node; ``_whole``, the whole values of nodes for one result; ``whole``,
-    the names of ops that ran whole for the latest result and returned at least as many elements.
+    the names of ops that ran whole for the latest result and returned at least as many elements as it has.
     """
 
     def __init__(self, program: Program, random: Tensor, constants: Mapping[str, Tensor], device: torch.device) -> None:
@@ -276,7 +276,7 @@ class Evaluator:
         return node.target(*args, **kwargs, **device)  # type: ignore[operator]
 
 
-# Ops for which the needed region of their operands is known; they return None if it is no region.
+# Ops that read a known region of their operands. They return None if the elements that they read are no region.
 
 
 def _uniform(evaluator: Evaluator, node: fx.Node, region: Region) -> Tensor:
@@ -295,7 +295,7 @@ def _full(evaluator: Evaluator, node: fx.Node, region: Region) -> Tensor:
 
 
 def _reshape(evaluator: Evaluator, node: fx.Node, region: Region) -> Tensor | None:
-    """None if the elements are no region of the operand: a run of a matrix's elements is one if it has whole rows."""
+    """None if the elements are no region of the operand; a run of a matrix's elements is one if it has whole rows."""
     source, shape, needed = operand(node), evaluator.shape(node), list[Tensor]()
     for (start, stop), sizes in _groups(shape, evaluator.shape(source)):
         joined = join_index(region[start:stop], shape[start:stop]).to(evaluator.device)
@@ -340,14 +340,14 @@ def _slice_scatter(evaluator: Evaluator, node: fx.Node, region: Region) -> Tenso
 
 
 def _place(node: fx.Node, shape: tuple[int, ...]) -> tuple[int, int]:
-    """``dim, index`` of a selected row, as numbers within the shape."""
+    """``dim, index`` of a selected row, neither of them negative."""
     args = arguments(node)
     dim = args["dim"] % len(shape)
     return dim, args["index"] % shape[dim]
 
 
 def _bounds(node: fx.Node, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
-    """``dim, start, end, step`` of a slice, as numbers within the dim."""
+    """``dim, start, end, step`` of a slice, none of them negative, and within the dim's bounds."""
     args = arguments(node)
     dim = args["dim"] % len(shape)
     return (dim, *slice(args["start"], args["end"], args["step"]).indices(shape[dim]))
@@ -356,7 +356,7 @@ def _bounds(node: fx.Node, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
 def _scattered(
     evaluator: Evaluator, node: fx.Node, region: Region, dim: int, start: int, end: int, step: int
 ) -> Tensor:
-    """A value with a slice of a dim overwritten; neither of the two is evaluated if the region has none of it."""
+    """A value with a slice of a dim overwritten; the old and the new value are each evaluated only where needed."""
     index, source = region[dim], operand(node, 1)
     is_new = (index >= start) & (index < end) & ((index - start) % step == 0)
     new = (*region[:dim], (index[is_new] - start) // step, *region[dim + 1 :])

@@ -1,4 +1,4 @@
-"""Which groups come to an outer step: all of them, or those that are there once they have waited long enough."""
+"""Attendance at outer steps: all groups take part, or those that have arrived when the others' patience ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..comm.failure import default_store, explained, job_timeout, own_group
 from ..comm.process_group import Group
 from .groups import Groups
 
-PAUSE = 0.01  # seconds between two looks at who is there
+PAUSE = 0.01  # seconds between two polls of the store
 WAITING = "an outer step of all groups"
 
 
@@ -25,8 +25,8 @@ WAITING = "an outer step of all groups"
 class Round:
     """The groups in an outer step. ``line``: this rank and those that store the same shards in the other groups.
 
-    ``device``: on which they send tensors. ``counted``: the groups whose changes count, by their index in ``line``;
-    others were left out of the last outer step, and take what the first of these has.
+    ``device``: the device on which they send tensors. ``counted``: the groups whose changes count, as indices in
+    ``line``. The others were left out of the last outer step, and take the values of the first counted group.
     """
 
     line: Group
@@ -39,7 +39,7 @@ class Round:
         return self.line.index in self.counted
 
     def share(self, tensors: Sequence[Tensor]) -> None:
-        """Send tensors of the first group that counts to those that do not count."""
+        """Send tensors of the first counted group to the groups that are not counted."""
         source = self.line.order[self.counted[0]]
         for each in tensors if len(self.counted) < self.line.size else ():
             sent = each.to(self.device).contiguous()
@@ -50,21 +50,25 @@ class Round:
 
 @dataclass(slots=True)
 class Roll:
-    """Who is at an outer step: by the number of a group whether it was in the last one. ``is_over``: none comes in."""
+    """The groups at an outer step. ``here``: by index of a group, whether it took part in the last one.
+
+    ``is_over``: no more groups are admitted.
+    """
 
     here: dict[str, bool] = field(default_factory=dict)
     is_over: bool = False
 
 
 class Attendance:
-    """Finds the groups of each outer step of one module, whose ``key`` is no other's.
+    """Finds the groups of each outer step of one module, which ``key`` identifies.
 
-    With ``patience`` the first rank of each group enters itself in a roll in the job's store. Once all are there, or
-    one has waited so long and half of them are there, the roll is over, and those on it take the outer step. One that
-    has waited so long for fewer goes on by itself, and has missed nothing.
+    With ``patience`` (seconds) the first rank of each group enters its group in a roll in the job's store. The roll is
+    over once all groups are there, or once a group has waited for ``patience`` and at least half of them are there; the
+    groups on it take the outer step. A group that has waited so long with fewer goes on by itself, and has missed
+    nothing.
 
-    State, by what an outer step is of: ``_next``, the number of the next one; ``_behind``, those for which this group
-    was left out of the last. ``_lines``: of those of all groups that have met without the others.
+    State, by the key ``what`` of an outer step: ``_next``, the number of the next one; ``_behind``, those whose last
+    step this group has missed. ``_lines``: by groups, this rank's line of groups that have met without the others.
     """
 
     def __init__(self, groups: Groups, key: str) -> None:
@@ -75,7 +79,7 @@ class Attendance:
 
     @property
     def everyone(self) -> Round:
-        """All groups, however long they wait for each other."""
+        """A round of all groups, however long they wait for each other."""
         return Round(self.groups.line, self.groups.comm.device, tuple(range(self.groups.count)))
 
     def round(self, what: Hashable) -> Round | None:
@@ -92,7 +96,7 @@ class Attendance:
         return Round(*self._line(members, key), level or (0,))
 
     def _line(self, members: Sequence[int], name: str) -> tuple[Group, torch.device]:
-        """This rank's line of some groups, and the device on which they send. ``name``: of what they meet for first."""
+        """This rank's line of some groups, and the device on which they send. ``name``: that of their first meeting."""
         groups, key = self.groups, tuple(members)
         if len(key) == groups.count:
             return groups.line, groups.comm.device
@@ -104,7 +108,7 @@ class Attendance:
         return self._lines[key], torch.device("cpu")
 
     def _answer(self, what: Hashable) -> tuple[dict[str, bool], str, int]:
-        """The groups in an outer step, its name and the number of the next, as this group's first rank finds them."""
+        """The groups in an outer step, its name, and the number of the next one, from this group's first rank."""
         self._asked += 1
         answer = f"group {self.groups.index}/{self._asked}"
         if self.groups.is_first:
@@ -118,7 +122,10 @@ class Attendance:
         return here, name, following
 
     def _called(self, what: Hashable) -> tuple[dict[str, bool], str, int]:
-        """Come to an outer step; wait until its roll is over, or in vain, which leaves it as it is."""
+        """Enter this group in the roll of an outer step, and wait until the roll is over.
+
+        Returns no groups if patience ends before half of them are there; this group is then taken off the roll.
+        """
         assert self.patience is not None
         number, own = self._next[what], str(self.groups.index)
         key, count, end = f"{what}/{number}", self.groups.count, time.monotonic() + self.patience
@@ -134,7 +141,7 @@ class Attendance:
             else:
                 time.sleep(PAUSE)
                 roll = self._update(key, lambda roll: None)
-        while self._read(f"{what}/{number}").is_over:  # with those that the others have taken meanwhile
+        while self._read(f"{what}/{number}").is_over:  # skip steps that the others have taken meanwhile
             number += 1
         return roll.here, key, number
 
@@ -142,7 +149,7 @@ class Attendance:
         return Roll(*json.loads(self._store.get(key))) if self._store.check([key]) else Roll()
 
     def _update(self, key: str, change: Callable[[Roll], Any]) -> Roll:
-        """Change a roll that is not over, whatever other groups do at the same time; returns it as it is then."""
+        """Change a roll atomically unless it is over; return its current state."""
         while True:
             text = self._store.get(key).decode() if self._store.check([key]) else ""
             roll = Roll(*json.loads(text)) if text else Roll()

@@ -1,4 +1,4 @@
-"""The groups of a job that train by themselves: their meshes, the part of a batch of each, and one model for all."""
+"""The groups of a job that train by themselves: their meshes, their parts of a batch, and equal initial models."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from ..module.initial import check_alike
 
 
 class Groups:
-    """The groups that an option makes of a job's ranks; this process is in the one at ``index`` of ``count``.
+    """The groups into which an option divides a job's ranks; this process is in group ``index`` of ``count``.
 
-    ``mesh``: of this group, the user's with one rank along the axis. ``line``: the ranks at this place of each group,
-    which store the same shards. ``key``: the module's number among those of all groups. ``is_first``: whether this is
-    the first rank of its group. ``traffic``: what it sends.
+    ``mesh``: this group's, the user's mesh with one rank along the axis. ``line``: the ranks at this position of each
+    group, which store the same shards. ``key``: the module's number among those of all groups. ``is_first``: whether
+    this is the first rank of its group. ``traffic``: calls and bytes that this rank sends to other groups.
     """
 
     def __init__(self, option: Local, device_mesh: DeviceMesh, annotations: Mapping[str, Spec], key: str) -> None:
@@ -62,7 +62,7 @@ class Groups:
         return part_of_call(model.forward, args, kwargs, parts)
 
     def _part(self, tensor: Tensor, dim: int, name: str) -> Tensor:
-        """This group's part of an input; a DTensor on all groups is one on this group."""
+        """This group's part of an input; a DTensor on the mesh of all groups becomes one on this group's mesh."""
         if not isinstance(tensor, DTensor):
             return part_of_group(tensor, self.count, self.index, dim, name)
         if tensor.device_mesh == self.mesh:
@@ -76,7 +76,7 @@ class Groups:
 
     @torch.no_grad()
     def start_alike(self, tensors: Mapping[str, Tensor], initial: str) -> None:
-        """Let all groups start from the values of the first; ``check`` and ``trust`` as for the ranks of a group."""
+        """Start all groups from the first group's values; ``check`` and ``trust`` work as for the ranks of a group."""
         if initial == "trust":
             return
         with waiting(lambda: "the first group's values for all others", self.ranks):
@@ -93,13 +93,13 @@ class Groups:
 
 
 def _stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What this rank stores of tensors, those of other stages of a pipeline left out."""
+    """The parts of tensors that this rank stores, without those of other pipeline stages."""
     own = {name: own_part(each) for name, each in tensors.items()}
     return {name: each for name, each in own.items() if not each.is_meta}
 
 
 def mesh_of_groups(option: Local, mesh: Any, runtime: str, device_type: str) -> DeviceMesh:
-    """The DeviceMesh of all groups. OptionError for virtual ranks, which have one copy of each parameter."""
+    """The DeviceMesh of all groups. Raises an OptionError for virtual ranks, which share one copy of each parameter."""
     if isinstance(mesh, DeviceMesh) and runtime != "virtual":
         return mesh
     if not isinstance(mesh, Mesh) or runtime != "distributed":

@@ -1,4 +1,4 @@
-"""Outer steps: parameters that groups have trained by themselves become alike again (DiLoCo)."""
+"""Outer steps: combine the parameters that groups have trained by themselves (DiLoCo)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .attendance import WAITING, Attendance, Round
 from .groups import Groups
 from .sums import sums
 
-PREFIX = "outer_"  # of what the state of a parameter has of outer steps
+PREFIX = "outer_"  # of the entries for outer steps in the state of a parameter
 ANCHOR, STEPS = f"{PREFIX}anchor", f"{PREFIX}steps_since"
 NESTEROV = partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
 
@@ -35,12 +35,12 @@ class OuterSteps(StepWatcher):
     """Counts the steps of a module's optimizers, and takes the outer steps of their parameters.
 
     The optimizer's state of each parameter gets entries whose names begin with ``outer_``, so that they are saved and
-    loaded with it: the ``anchor``, which is what all groups had after the last outer step; the ``steps_since``, below 0
-    in the first ``after`` steps; and what the outer optimizer keeps.
+    loaded with it: the ``anchor``, the value in all groups after the last outer step; the ``steps_since`` then, below 0
+    in the first ``after`` steps; and the state of the outer optimizer.
 
-    State: ``_early``, by the id of a parameter, entries of those that the optimizer has no state of yet;
-    ``_optimizers``, the numbers of those that are alive, of ``_seen``; ``_has_stepped``, whether one of them may have
-    changed a group by itself; ``_copies``, how many there are.
+    State: ``_early``, by the id of a parameter, the entries if the optimizer has no state of the parameter yet;
+    ``_optimizers``, the numbers of live optimizers, of ``_seen`` so far; ``_has_stepped``, whether one of them may have
+    changed a group by itself; ``_copies``, the number of copies.
     """
 
     sees_begin = True
@@ -55,7 +55,7 @@ class OuterSteps(StepWatcher):
         self._key, self._copies, self._seen = key, 0, 0
 
     def begin(self) -> None:
-        """Let all groups start from one model, before its first call."""
+        """Start all groups from equal values, before the model's first call."""
         if not self._has_begun:
             self._has_begun = True
             tensors = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
@@ -69,17 +69,17 @@ class OuterSteps(StepWatcher):
         return twin
 
     def note_loaded(self) -> None:
-        """Go on from values that were loaded, and not from the first group's."""
+        """Note that values were loaded: training goes on from these, not from the first group's."""
         self._has_begun = self._has_stepped = True
         self._early.clear()
 
     def early_by_name(self) -> dict[str, Record]:
-        """What is kept of parameters that the optimizer has no state of yet, by name."""
+        """The entries of parameters of which the optimizer has no state yet, by name."""
         named = self._model.named_parameters()
         return {name: self._early[id(each)] for name, each in named if id(each) in self._early}
 
     def load_early(self, records: Mapping[str, Record]) -> None:
-        """Keep what was saved of these parameters."""
+        """Take saved entries of parameters, by name."""
         self._early = {
             id(each): dict(records[name]) for name, each in self._model.named_parameters() if name in records
         }
@@ -88,7 +88,7 @@ class OuterSteps(StepWatcher):
         return [each for each in self._model.parameters() if each.requires_grad]
 
     def note_begin(self, optimizer: Optimizer, has_closure: bool) -> None:
-        """Keep what the optimizer is about to change for the first time."""
+        """Keep the values of parameters that the optimizer is about to change for the first time, as anchors."""
         if optimizer not in self._optimizers:
             self._optimizers[optimizer], self._seen = self._seen, self._seen + 1
         own = self._own(optimizer)
@@ -117,7 +117,7 @@ class OuterSteps(StepWatcher):
             self._step(optimizer, part, parameters)
 
     def step_now(self, optimizer: Optimizer) -> None:
-        """Take an outer step of all parameters that have changed since the last."""
+        """Take an outer step of all parameters that have changed since their last one."""
         parts: dict[int, list[Tensor]] = {}
         for each, part in self._own(optimizer):
             if ANCHOR in self._record(optimizer, each):
@@ -131,7 +131,7 @@ class OuterSteps(StepWatcher):
                 self._step(optimizer, part, parameters)
 
     def _of_all(self, flags: Sequence[bool]) -> Sequence[bool]:
-        """What is so in any group; with ``patience`` in this one, which does not wait for others."""
+        """Whether each flag is set in any group; with ``patience`` in this group, which does not wait for others."""
         if self.option.patience is not None or self.groups.count == 1:
             return flags
         with waiting(lambda: WAITING, self.groups.ranks):
@@ -142,20 +142,20 @@ class OuterSteps(StepWatcher):
 
     @torch.no_grad()
     def _level(self, parameters: Sequence[Tensor]) -> None:
-        """Let all groups have the mean of what each has: another optimizer begins, at any time."""
+        """Set parameters to their mean over all groups: another optimizer begins, perhaps between outer steps."""
         own = list(map(own_part, parameters))
         wide = [each.to(self.groups.comm.device, wide_dtype(each.dtype)) for each in own]
         for each, total in zip(own, sums(wide, self.groups.line, None, self._bucket, self.groups.traffic), strict=True):
             each.copy_(total.div_(self.groups.count))
 
     def _own(self, optimizer: Optimizer) -> list[tuple[Tensor, int]]:
-        """The parameters of an optimizer that are the module's, and that this rank holds, each with its part."""
+        """The optimizer's parameters that belong to the module and that this rank holds, each with its part."""
         parts = self._parts()
         stepped = [each for group in optimizer.param_groups for each in group["params"]]
         return [(each, parts[id(each)]) for each in stepped if id(each) in parts and not own_part(each).is_meta]
 
     def _parts(self) -> dict[int, int]:
-        """The part of each parameter of the whole model, by id: stretches of about as many elements."""
+        """The part of each parameter of the whole model, by id; parts are runs of about equally many elements."""
         parameters = self.watched()
         total, before, parts = sum(each.numel() for each in parameters), 0, dict[int, int]()
         for each in parameters:
@@ -164,17 +164,17 @@ class OuterSteps(StepWatcher):
         return parts
 
     def _record(self, optimizer: Optimizer, parameter: Tensor) -> Record:
-        """What there is of a parameter's outer steps; empty before its first step."""
+        """The entries of a parameter's outer steps; empty before its first step."""
         state: Record = optimizer.state.get(parameter, {})
         return state if ANCHOR in state else self._early.get(id(parameter), {})
 
     def _start(self, part: int) -> int:
-        """The steps that a part has behind it when it begins to count: one part after the other takes an outer step."""
+        """The initial step count of a part, chosen so that the parts take their outer steps one after the other."""
         return self.option.every - self.option.every * (part + 1) // self.option.parts
 
     @torch.no_grad()
     def _step_together(self, optimizer: Optimizer, parameters: Sequence[tuple[Tensor, int]]) -> None:
-        """Let all groups go on from the mean of their changes, after one of the first steps."""
+        """Apply the mean change of all groups, after one of the first ``after`` steps."""
         records = [self._record(optimizer, each) for each, _ in parameters]
         with waiting(lambda: WAITING, self.groups.ranks):
             self._change(
@@ -188,7 +188,7 @@ class OuterSteps(StepWatcher):
 
     @torch.no_grad()
     def _step(self, optimizer: Optimizer, part: int, parameters: Sequence[Tensor]) -> None:
-        """An outer step of some parameters; none where the other groups have taken it without this one."""
+        """Take an outer step of some parameters, unless the other groups have taken it without this one."""
         records = [self._record(optimizer, each) for each in parameters]
         taken = self._attendance.round((part, self._optimizers[optimizer]))
         for record in records:
@@ -203,7 +203,7 @@ class OuterSteps(StepWatcher):
             each.copy_(record[ANCHOR])
 
     def _change(self, taken: Round, parameters: Sequence[Tensor], anchors: Sequence[Tensor]) -> None:
-        """Let anchors have the mean change of all groups as their gradients."""
+        """Set the gradients of anchors to the mean change of the groups."""
         changes = [
             _change_of(*pair, taken) for pair in zip(map(own_part, parameters), map(own_part, anchors), strict=True)
         ]
@@ -213,7 +213,7 @@ class OuterSteps(StepWatcher):
             own_part(anchor.grad).copy_(total.div_(len(taken.counted)))
 
     def _step_anchors(self, records: Sequence[Record]) -> None:
-        """The outer optimizer's step, with the state that it has kept."""
+        """Step the anchors by the outer optimizer, with its state from the records."""
         outer = (self.option.outer or NESTEROV)([record[ANCHOR] for record in records])
         for record in records:
             if kept := {key.removeprefix(PREFIX): each for key, each in _kept(record).items()}:
@@ -225,7 +225,7 @@ class OuterSteps(StepWatcher):
 
 
 def _check_outer(option: Local) -> None:
-    """OptionError for a function that makes no optimizer whose step needs nothing but gradients."""
+    """Raise an OptionError if the function ``outer`` makes no optimizer that steps by gradients alone."""
     made = (option.outer or NESTEROV)([torch.zeros(1, requires_grad=True)])
     if not isinstance(made, Optimizer) or isinstance(made, torch.optim.LBFGS):
         problem = "it is no optimizer that takes a step by gradients alone"
@@ -242,23 +242,24 @@ def _change_of(parameter: Tensor, anchor: Tensor, taken: Round) -> Tensor:
 
 
 def _kept(record: Record) -> Record:
-    """What an outer optimizer keeps of a parameter."""
+    """The outer optimizer's state of a parameter."""
     return {key: each for key, each in record.items() if key.startswith(PREFIX) and key not in (ANCHOR, STEPS)}
 
 
 def _of_outer(record: Record) -> dict[str, Tensor]:
-    """The tensors that are alike in all groups after an outer step."""
+    """The tensors that are equal in all groups after an outer step."""
     return {key: each for key, each in {ANCHOR: record[ANCHOR], **_kept(record)}.items() if isinstance(each, Tensor)}
 
 
 def outer_step(module: nn.Module, optimizer: Optimizer) -> None:
-    """Let all groups of ranks that train a module by themselves take an outer step now, as at the end of training.
+    """Take an outer step of all groups that train a module by themselves now, for example at the end of training.
 
-    Every rank of every group calls it. Parameters that have not changed since their last outer step stay as they are.
+    Every rank of every group must call it. Parameters that have not changed since their last outer step stay as they
+    are.
 
     Args:
-        module: what ``parallelize`` returned, with the option ``local``.
-        optimizer: of its parameters.
+        module: the module that ``parallelize`` returned, with the option ``local``.
+        optimizer: the optimizer of its parameters.
 
     Raises:
         OrderError: for a module whose ranks train together.

@@ -1,4 +1,4 @@
-"""The sum of tensors over the ranks of a group, as values or in a codec."""
+"""Sums of tensors over the ranks of a group, sent as values or as codes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ..comm.scatter import batches
 
 
 def sums(tensors: Sequence[Tensor], group: Group, codec: str | None, bucket: int, traffic: Traffic) -> Iterator[Tensor]:
-    """The sums of tensors over a group, equal to the bit on all its ranks.
+    """The sums of tensors over a group, bit-identical on all its ranks.
 
-    ``bucket``: bytes of tensors that are sent together. ``traffic`` counts what this rank sends.
+    ``bucket``: the most bytes of tensors that are sent together. ``traffic`` counts the bytes that this rank sends.
     """
     for few in _buckets(tensors, bucket):
         if group.size == 1:
@@ -38,7 +38,7 @@ def _sums_of_values(tensors: Sequence[Tensor], group: Group, traffic: Traffic) -
 
 
 def _sums_of_codes(tensors: Sequence[Tensor], group: Group, codec: str, traffic: Traffic) -> Iterator[Tensor]:
-    """As an all_reduce of codes: each rank adds its piece of all tensors, and sends the codes of the sum."""
+    """An all_reduce of codes: each rank adds one piece of all tensors, and sends the codes of the sum."""
     none, dtype = (0,) * len(tensors), tensors[0].dtype
     codes = encode_rows("all_reduce", codec, group.size, none, none, *tensors)
     traffic.count("all_to_all", wire_bytes("all_to_all", codes.nbytes, group.size))
@@ -51,7 +51,7 @@ def _sums_of_codes(tensors: Sequence[Tensor], group: Group, codec: str, traffic:
 
 
 def _buckets(tensors: Sequence[Tensor], size: int) -> Iterator[list[Tensor]]:
-    """Tensors in order, in lists of one dtype and of at most ``size`` bytes; a larger one is alone."""
+    """Lists of successive tensors of one dtype and of at most ``size`` bytes; a larger tensor is alone in its list."""
     for _, each in groupby(tensors, lambda tensor: tensor.dtype):
         alike = list(each)
         yield from ([alike[i] for i in batch] for batch in batches([tensor.nbytes for tensor in alike], size))

@@ -43,7 +43,7 @@ def bench_links(mesh: Mesh, rounds: int = ROUNDS) -> Machine:
 
 @dataclass(slots=True)
 class Case:
-    """A function that is timed ``repeat`` times in a row, and the ``seconds`` of one call by round."""
+    """A function that is timed over ``repeat`` calls in a row. ``seconds``: of one call, by round."""
 
     run: Callable[[], object]
     repeat: int = 1
@@ -53,8 +53,8 @@ class Case:
 class Bench:
     """All measurements, taken in rounds, so that a change of the machine's speed affects all of them.
 
-    All ranks begin at once, since those of one host share its memory and its processors. They compute without a pause,
-    as in a training step.
+    All ranks begin at once, since those of one host share its memory and processors. They compute without a pause, as
+    in a training step.
     """
 
     def __init__(self, comm: TorchComm) -> None:
@@ -76,7 +76,7 @@ class Bench:
             self._time(case)
 
     def machine(self) -> Machine:
-        """The machine fitted to the slowest rank of each round, for computation as a whole and for each collective."""
+        """The machine fitted to the slowest rank of each round: for all computation together, and per collective."""
         rows: list[list[list[float]]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(rows, [case.seconds for case in self._cases])
         count = len(self.computing)
@@ -102,7 +102,7 @@ class Bench:
         return [*self.computing, *(case for _, case in self.sent), *both]
 
     def _collectives(self, axis: str) -> Iterator[tuple[Sent, Case]]:
-        """Collectives over one axis, of all kinds and sizes, on operands that nobody else reads, and messages."""
+        """Collectives of all kinds and sizes over one axis, on operands that nobody else reads; and messages."""
 
         def send(kind: CollectiveKind, x: Tensor, args: tuple[Any, ...]) -> object:
             return self.comm.start(kind, [x.clone()], (axis,), *args, is_own=True)()
@@ -155,7 +155,7 @@ ROWS, WIDTH = 2048, 1024  # of elementwise ops
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Calls and their operations and bytes, as in ``Computed``; ``repeat``: how often they run in a row."""
+    """A call with its operations and bytes, as in ``Computed``. ``repeat``: the number of runs in a row."""
 
     name: str
     rate: str
@@ -215,7 +215,7 @@ ITERATIONS = 20
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Measured collectives of one kind over an axis, of which each rank sends ``wire_bytes``; ``seconds`` by round."""
+    """A measured kind of collective over an axis. Each rank sends ``wire_bytes``. ``seconds``: by round."""
 
     axis: str
     kind: CollectiveKind
@@ -226,9 +226,9 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Measured calls of so many operations on so many bytes in all; ``seconds`` by round.
+    """A measured call of ``flops`` operations on ``nbytes`` bytes. ``seconds``: by round.
 
-    ``rate``: the rate that they measure: ``flops`` of a ``dtype``, ``attention``, ``memory``, ``update``, or the
+    ``rate``: the rate that it measures: ``flops`` of a ``dtype``, ``attention``, ``memory``, ``update``, or the
     shortest ``call``.
     """
 
@@ -242,7 +242,7 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """A computation and a collective over an axis, each alone and both at once; seconds by round."""
+    """A computation and a collective over an axis, each alone and both at once, in seconds by round."""
 
     axis: str
     computing: tuple[float, ...]
@@ -253,11 +253,11 @@ class Beside:
 def fitted_link(sent: Sequence[Sent], beside: Sequence[Beside]) -> Link:
     """The latency and bandwidth of an axis that fit the median times best, for all collectives and for each kind.
 
-    Messages to one rank are apart: a network may carry them faster than what all ranks send to all.
+    Messages to one rank are fitted apart: a network may carry them faster than exchanges among all ranks.
     """
     kinds = dict.fromkeys(each.kind for each in sent)
     by_kind = tuple((kind, *_fitted([each for each in sent if each.kind == kind])) for kind in kinds)
-    shares = []  # of the collective's time, the part during which the computation went on
+    shares = []  # the time that overlapping saves, as a share of the shorter of computation and collective
     for each in beside:
         computing, sending, both = map(_median, (each.computing, each.sending, each.both))
         shares.append(min(1.0, max(0.0, (computing + sending - both) / min(computing, sending))))
@@ -266,10 +266,10 @@ def fitted_link(sent: Sequence[Sent], beside: Sequence[Beside]) -> Link:
 
 
 def _fitted(sent: Sequence[Sent]) -> tuple[float, float]:
-    """Latency and bandwidth for which ``steps * latency + bytes / bandwidth`` fits the seconds best, in proportion.
+    """Latency and bandwidth for which ``steps * latency + bytes / bandwidth`` has the least relative error.
 
     Each equation is divided by the time that the previous iteration fitted, so that a short collective counts as much
-    as a long one. Divided by the measured time, a collective that took too long would count for less.
+    as a long one. If it were divided by the measured time, a collective that took too long would count for less.
     """
     rows = [(num_steps(each.kind, each.num_ranks), each.wire_bytes, _median(each.seconds)) for each in sent]
     scales = [seconds for *_, seconds in rows]
@@ -282,8 +282,8 @@ def _fitted(sent: Sequence[Sent]) -> tuple[float, float]:
 def _least_squares(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
     """The nonnegative ``x, y`` for which ``a x + b y`` is nearest to ``t`` over all rows ``(a, b, t)``.
 
-    In Python floats, which give the same bits on every rank; those of ``torch.linalg.lstsq`` depend on how memory is
-    aligned.
+    Computed in Python floats, which give the same bits on every rank; the bits of ``torch.linalg.lstsq`` depend on the
+    alignment of memory.
     """
     aa, ab, bb, at, bt = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1), (0, 2), (1, 2)))
     determinant = aa * bb - ab * ab
@@ -294,7 +294,7 @@ def _least_squares(rows: Sequence[tuple[float, float, float]]) -> tuple[float, f
 
 
 def fitted_device(computed: Sequence[Computed], name: str) -> Device:
-    """A device whose rates are the work of all calls of a kind divided by the time of all."""
+    """A device whose rates are the total work of all calls of a kind divided by their total time."""
     dtypes = dict.fromkeys(each.dtype for each in computed if each.rate == "flops")
     flops = {dtype: _rate(each for each in computed if (each.rate, each.dtype) == ("flops", dtype)) for dtype in dtypes}
     by_rate: Mapping[str, list[Computed]] = {
@@ -311,9 +311,9 @@ def fitted_device(computed: Sequence[Computed], name: str) -> Device:
 
 
 def _rate(computed: Iterable[Computed]) -> float:
-    """Operations a second, or bytes if there are none, by the median time of a round of all calls.
+    """Operations per second, or bytes if there are none, by the median time of a round of all calls.
 
-    The median of a single short call would not show how often other load delays it.
+    The median of each short call alone would hide occasional delays by other load.
     """
     calls = list(computed)
     rounds = list(map(sum, zip(*(each.seconds for each in calls), strict=True)))

@@ -1,1 +1,1 @@
-"""The parallel module: parameters, gradients and optimizer steps at the border to the user."""
+"""The parallel module: the user's interface to parameters, gradients and optimizer steps."""

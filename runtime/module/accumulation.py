@@ -1,8 +1,8 @@
 """Gradient accumulation: the reductions of gradients over ranks run once for several backwards.
 
-``backward`` may run many times before a gradient is read. Each run adds its gradients on its rank; the collectives run
-once, for all gradients, when one of them is read: by the optimizer's step, clipping, a print. Once it is known how many
-backwards come before a read, the collectives run in the last of them, among its other ops.
+``backward`` may run many times before a gradient is read. Each run adds to sums on its own rank. The collectives run
+once, for all gradients, when one of them is read: by the optimizer's step, clipping, a print. Once the number of
+backwards before a read is known, the collectives run in the last of them, overlapped with its other ops.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Reduce = Callable[[Sums], Mapping[int, Tensor]]  # runs the collectives; gradien
 class Accumulation(StepWatcher):
     """Counts the backwards before a gradient is read (``_count``); ``_expected`` is the count at the last read.
 
-    ``stepping``: steps parameters in the backward that runs, which is then the last.
+    ``stepping``: steps parameters in the running backward, which is then the last; None if the optimizer steps later.
     """
 
     def __init__(self) -> None:
@@ -45,18 +45,18 @@ class Accumulation(StepWatcher):
         self.stepping: SteppingInBackward | None = None
 
     def begin_backward(self, parameters: Sequence[Tensor]) -> bool:
-        """Count a backward. True if its reductions should wait: another may come before gradients are read."""
+        """Count a backward. Returns whether its reductions should wait, since another may come before a read."""
         self.watch(parameters)
         self._count = 1 if any(parameter.grad is None for parameter in parameters) else self._count + 1
         return not self._count == self._expected == 1
 
     @property
     def is_last(self) -> bool:
-        """Whether the backward that runs is the last before a read, if there are as many as before."""
+        """Whether the running backward is the last before a read, if there are as many as last time."""
         return self._count == self._expected
 
     def note_read(self) -> None:
-        """A gradient is read whose reduction was deferred."""
+        """Note that a gradient whose reduction was deferred is read."""
         self._expected = self._count
 
     def note_step(self, optimizer: Optimizer) -> None:
@@ -67,9 +67,9 @@ class DeferredReduction:
     """The gradients of one or more backwards of one program, before or after their reduction.
 
     State: ``_sums`` on this rank until they are reduced, then ``_results`` by index of the program's outputs;
-    ``_initial``, gradients from before these backwards, to which the results are added; ``_is_taken``, a later backward
-    adds to the sums, and its own deferred reduction is the ``successor``. ``parameters`` have the gradients.
-    ``is_own``: the sums share no memory.
+    ``_initial``, gradients from before these backwards, to which the results are added; ``_is_taken``, whether a later
+    backward has taken the sums to add to them. ``successor``: the deferred reduction of that backward. ``parameters``:
+    the owners of the gradients. ``is_own``: whether the sums share no memory.
     """
 
     def __init__(self, sums: Sums, reduce: Reduce, parameters: Sequence[Tensor],
@@ -85,9 +85,10 @@ class DeferredReduction:
 
     @staticmethod
     def of_gradients(parameters: Mapping[int, Tensor], reduce: Reduce) -> DeferredReduction | None:
-        """One that adds to the parameters' gradients, as ``zero_grad(set_to_none=False)`` leaves them.
+        """A reduction whose results are added to existing gradients, such as ``zero_grad(set_to_none=False)`` leaves.
 
-        The gradients keep their memory and their objects. None unless all are there, reduced, and cut like parameters.
+        The gradients keep their memory and their objects. None unless all parameters have a gradient, which is reduced
+        and cut like its parameter.
         """
         initial: dict[int, Tensor] = {}
         for i, parameter in parameters.items():
@@ -106,11 +107,11 @@ class DeferredReduction:
 
     @property
     def adds_to_others(self) -> bool:
-        """Whether its results are added to gradients from before."""
+        """Whether its results are added to earlier gradients."""
         return bool(self._initial)
 
     def take(self) -> Totals | None:
-        """The sums, for a backward that adds to them; None without any."""
+        """Hand the sums to a backward that adds to them; None if there are none."""
         sums, self._sums = self._sums, []
         self._is_taken = bool(sums)
         return Totals(sums, self._is_own) if sums else None
@@ -129,13 +130,13 @@ class DeferredReduction:
         return self._results[index]
 
     def complete(self, results: Mapping[int, Tensor]) -> None:
-        """Take the results of the collectives, and add them to the gradients from before."""
+        """Take the results of the collectives, and add them to earlier gradients."""
         if self._initial and results:
             torch._foreach_add_([self._initial[i] for i in results], list(results.values()))
         self._results = self._initial or results
 
     def settle(self) -> None:
-        """Put the results into the gradients in place of the deferred ones."""
+        """Replace the deferred shards in ``.grad`` by the results."""
         for reference in self._parameters:
             gradient = None if (parameter := reference()) is None else parameter.grad
             if isinstance(gradient, DTensor) and isinstance(gradient._local_tensor, DeferredGradient):
@@ -144,7 +145,7 @@ class DeferredReduction:
 
 
 class DeferredGradient(Tensor):
-    """The shard of one gradient before its reduction; any op but an addition of another such runs the reduction."""
+    """The shard of one gradient before its reduction. Any op but the addition of such shards runs the reduction."""
 
     deferred: DeferredReduction
     output: int
@@ -152,7 +153,7 @@ class DeferredGradient(Tensor):
 
     @staticmethod
     def __new__(cls: type, deferred: DeferredReduction, output: int, like: Tensor, dtype: torch.dtype) -> Any:
-        """``output``: the index of the program's output; ``like``: a tensor of the shard's shape and device."""
+        """``output``: the index of the program's output. ``like``: a tensor of the shard's shape and device."""
         gradient: Any = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=dtype, device=like.device)
         gradient.deferred, gradient.output = deferred, output
         return gradient
@@ -162,12 +163,12 @@ class DeferredGradient(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Run an op on the reduced gradients; autograd's own detach and addition to ``.grad`` need no reduction."""
+        """Run an op on the reduced gradients; autograd's own detach and additions to ``.grad`` need no reduction."""
         if func in (aten.detach.default, aten.alias.default):
             return DeferredGradient(args[0].deferred, args[0].output, args[0], args[0].dtype)
         if func is aten.add_.Tensor and all(isinstance(each, DeferredGradient) for each in args[:2]):
             accumulated, added = args[:2]
-            if accumulated.deferred.successor is added.deferred:  # the sums include what was accumulated
+            if accumulated.deferred.successor is added.deferred:  # the sums include the earlier gradients
                 accumulated.deferred = added.deferred
                 return accumulated
         reduced = pytree.tree_map_only(DeferredGradient, lambda each: each.deferred.result(each.output), (args, kwargs))
@@ -184,7 +185,7 @@ def deferred_gradient(deferred: DeferredReduction, index: int, parameter: Tensor
 
 
 def deferred_reduction_of(parameters: Sequence[Tensor], reduce: Reduce) -> DeferredReduction | None:
-    """The one deferred reduction, by ``reduce``, of the gradients of all these parameters; None if there is none."""
+    """The deferred reduction by ``reduce`` that all these parameters' gradients share; None if there is none."""
     pieces = [parameter.grad._local_tensor for parameter in parameters if isinstance(parameter.grad, DTensor)]
     deferred = [piece.deferred for piece in pieces if isinstance(piece, DeferredGradient)]
     is_one = bool(deferred) and len(deferred) == len(parameters) and all(each is deferred[0] for each in deferred)
@@ -193,14 +194,14 @@ def deferred_reduction_of(parameters: Sequence[Tensor], reduce: Reduce) -> Defer
 
 
 def reduce_now(parameters: Iterable[Tensor]) -> None:
-    """Run the reductions of gradients that are deferred."""
+    """Run the deferred reductions of the parameters' gradients."""
     for gradient in (parameter.grad for parameter in parameters):
         if isinstance(gradient, DTensor) and isinstance(piece := gradient._local_tensor, DeferredGradient):
             piece.deferred.result(piece.output)
 
 
 def separate_rows(rows: Sequence[Values], tangents: Sequence[Values], own: Container[int] = ()) -> Rows:
-    """For each position its gradients in memory of their own; a row that several microbatches share is one row.
+    """The gradients of each position in memory of their own; a row that several microbatches share stays one row.
 
     ``own``: the indices of gradients that are known to share no memory.
     """
@@ -210,13 +211,13 @@ def separate_rows(rows: Sequence[Values], tangents: Sequence[Values], own: Conta
 
 
 def _separate(gradients: Values, tangents: Values, own: Container[int] = ()) -> list[Tensor | None]:
-    """The gradients, with copies of those that share memory with a tangent or with a gradient before them."""
+    """The gradients, with copies of those that share memory with a tangent or with an earlier gradient."""
     others = [each for i, each in enumerate(gradients) if each is not None and i not in own]
     others += [each for each in tangents if each is not None]
     ranges = sorted((each.data_ptr(), each.nbytes) for each in others if each.numel())
     is_dense = all(each.is_contiguous() for each in others)
     if is_dense and all(start + size <= other for (start, size), (other, _) in pairwise(ranges)):
-        return list(gradients)  # the usual case, which is quick to see
+        return list(gradients)  # the usual case, with a quick check
     used: dict[int, list[tuple[int, int]]] = {}  # by storage, address ranges in order: a bucket holds many gradients
     for tangent in tangents:
         if tangent is not None:
@@ -228,7 +229,7 @@ def _separate(gradients: Values, tangents: Values, own: Container[int] = ()) -> 
 
 
 def _reserve(tensor: Tensor, used: dict[int, list[tuple[int, int]]]) -> bool:
-    """Note the address range of a tensor; False if part of it is used already."""
+    """Reserve the address range of a tensor; return False if part of it is used already."""
     extents = zip(tensor.shape, tensor.stride(), strict=True)
     reach = tensor.numel() if tensor.is_contiguous() else sum((size - 1) * stride for size, stride in extents) + 1
     start = tensor.data_ptr()

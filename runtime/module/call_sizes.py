@@ -1,8 +1,8 @@
-"""What runs a call of new sizes: a program that is compiled for it, or one for a region of sizes that is shared.
+"""Chooses the program of a call of new sizes: one compiled for the call alone, or one shared by a region of sizes.
 
-To compile for a region takes several times as long as to compile for a call. So calls that differ in sizes alone are
-compiled twice for themselves; at the third, the dims that differed get symbols. A region is used once it has been found
-to be, at the sizes of a call that was compiled for itself, the same program; a region that differs is dropped.
+Compiling for a region takes several times as long as compiling for a call. So the first two calls that differ in sizes
+alone are compiled for themselves; at the third, the dims that differed get symbols. Before a region is used, its
+program must equal that of a call compiled for itself, at the sizes of that call; a region that differs is dropped.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .compiled_call import Compilation
 from .request import CallRequest
 
 LOG = logging.getLogger("shardc")
-NUM_ALONE = 2  # calls that are compiled for themselves before a region is tried
-MAX_REGIONS = 3  # of calls that differ in sizes alone
+NUM_ALONE = 2  # calls compiled for themselves before a region is tried
+MAX_REGIONS = 3  # for calls that differ in sizes alone
 
 
 class CompiledRegion(Protocol):
-    """A model that is compiled for a region of sizes. ``is_one_call``: the region has no others than one call's."""
+    """A model compiled for a region of sizes. ``is_one_call``: whether the region has the sizes of one call only."""
 
     @property
     def is_one_call(self) -> bool: ...
@@ -34,12 +34,12 @@ class CompiledRegion(Protocol):
         """The compilation for a call; None for sizes that are not in the region."""
 
     def agrees(self, compilation: Any) -> bool | None:
-        """Whether it is the same for a call that was compiled for itself; None where that cannot be said."""
+        """Whether its program equals that of a call compiled for itself; None if that cannot be decided."""
 
 
 @dataclass(slots=True)
 class Region:
-    """A region, and whether its program has equalled one that was compiled for a single call."""
+    """A region, and whether its program has equalled one that was compiled for a call alone."""
 
     compiled: CompiledRegion
     is_confirmed: bool = False
@@ -49,7 +49,8 @@ class Region:
 class CallSizes:
     """The compiled programs of calls that differ only in the sizes of tensors.
 
-    State: ``alone``, the latest that were compiled for themselves; ``regions``; ``num_tried`` regions.
+    State: ``alone``, the latest calls compiled for themselves; ``regions``; ``num_tried``, the number of regions
+    tried, in which a useless one counts twice.
     """
 
     alone: list[Any] = field(default_factory=list)
@@ -59,7 +60,7 @@ class CallSizes:
     def compilation(
         self, request: CallRequest, fixed: tuple[Pin, ...], compile_call: Callable[[], Compilation]
     ) -> tuple[Compilation, bool]:
-        """The compilation of a call, and whether it is one of a region's; ``compile_call`` compiles for the call."""
+        """The compilation of a call, and whether a region made it. ``compile_call``: compiles for the call alone."""
         for region in self.regions:
             here = _at(region, request)
             if here is not None and region.is_confirmed:
@@ -79,12 +80,12 @@ class CallSizes:
         self.alone = [*self.alone[-NUM_ALONE:], compile_call()]
 
     def _try_region(self, request: CallRequest, fixed: tuple[Pin, ...]) -> Compilation | None:
-        """The compilation of a call by a new region; None where there is none, or it is not right."""
+        """The compilation of a call by a new region; None if there is no such region, or it is wrong."""
         symbols = symbols_of([*(each.convention.signature for each in self.alone), request.key[0]])
         if not symbols:  # all dims that have changed are of size 0 or 1 here
             return None
         compiled = _tried(partial(self.alone[-1].compile_region, request.args, request.kwargs, fixed, symbols))
-        is_in_vain = compiled is None or compiled.is_one_call  # it loops over a dim, or has a size twice
+        is_in_vain = compiled is None or compiled.is_one_call  # the model loops over a dim, or has a size twice
         self.num_tried += 2 if is_in_vain else 1
         if compiled is None:
             return None
@@ -94,7 +95,7 @@ class CallSizes:
         return _at(region, request) if region in self.regions else None
 
     def _confirm(self, region: Region) -> None:
-        """Compare a region with what was compiled for calls alone; one that differs is dropped."""
+        """Compare a region with the calls compiled for themselves; drop it if it differs."""
         found = [_tried(partial(region.compiled.agrees, each), False) for each in self.alone]
         region.is_confirmed = True in found
         if False in found:
@@ -107,9 +108,9 @@ def _at(region: Region, request: CallRequest) -> Compilation | None:
 
 
 def _tried(make: Callable[[], Any], otherwise: Any = None) -> Any:
-    """What a function returns, or ``otherwise``: an error of a region, of any kind, is no error of the call.
+    """Return ``make()``, or ``otherwise`` if it raises: an error of a region, of any kind, is no error of the call.
 
-    The call is then compiled for itself, and the logger ``shardc`` tells of it at the level DEBUG.
+    The call is then compiled for itself, and the logger ``shardc`` reports the error at the level DEBUG.
     """
     try:
         return make()

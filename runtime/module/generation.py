@@ -1,4 +1,4 @@
-"""``generate`` on a parallel module: the tokens of one device, on every rank."""
+"""``generate`` on a parallel module: every rank gets the tokens that one device would give."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from .conversion import DistributedConversion
 
-# The longest cache so far, which ``generate`` notes on the model, whose programs do not depend on it.
+# The longest cache so far, which ``generate`` notes on the model; programs do not depend on it.
 LENGTH = ("_previous_max_cache_length",)
-ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")  # take tokens back from a cache
+ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")  # remove tokens from a cache
 
 
 def generating(generate: Callable[..., Any]) -> Callable[..., Any]:
     """The ``generate`` of a model's class for its parallel module.
 
-    Logits come back whole, caches stay cut, and all ranks draw the numbers of the first rank. Where nothing says which
-    cache a model of transformers uses it is a static one, if the model can: two programs serve all tokens.
+    Logits come back whole, caches stay cut, and all ranks draw the numbers of the first rank. If nothing says which
+    cache a transformers model uses, it gets a static one if it can, so that two programs serve all tokens.
     """
 
     @functools.wraps(generate)
@@ -33,10 +33,10 @@ def generating(generate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def preparing(prepare: Callable[..., Any]) -> Callable[..., Any]:
-    """How a model's class makes a static cache, for its parallel module: no layer counts tokens in Python.
+    """The method of a model's class that makes a static cache, for its parallel module.
 
-    A layer of a sliding window does, until the window is full, which would take a program for each token. It is a full
-    layer here; what is in the window is the mask's to say.
+    A sliding-window layer of the cache counts tokens in Python until the window is full, which would take a program for
+    each token. Here it becomes a full layer; the mask limits attention to the window.
     """
 
     @functools.wraps(prepare)
@@ -54,12 +54,12 @@ def preparing(prepare: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _defaults(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of transformers' ``generate`` that a parallel module has other defaults for."""
+    """The options of transformers' ``generate`` whose defaults a parallel module changes."""
     if not hasattr(module, "prepare_inputs_for_generation"):
         return {}
     given = [kwargs.get("generation_config"), *args[1:2], getattr(module, "generation_config", None)]
     config = next((each for each in given if each is not None), None)
-    options: dict[str, Any] = {"disable_compile": True}  # programs are shardc's already
+    options: dict[str, Any] = {"disable_compile": True}  # shardc has compiled programs already
     asks_for_cache = "past_key_values" in kwargs or kwargs.get("use_cache", True) is False
     is_assisted = any(kwargs.get(name) or getattr(config, name, None) for name in ASSISTED)
     is_assisted |= bool(getattr(config, "is_assistant", False))
@@ -72,7 +72,7 @@ def _defaults(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 @contextmanager
 def _drawing_alike(conversion: Any) -> Iterator[None]:
-    """Draw in the block what the first rank draws; other ranks go on afterwards as if they had drawn nothing."""
+    """Context in which all ranks draw the first rank's numbers; afterwards other ranks have their own states again."""
     with ExitStack() as stack:
         if isinstance(conversion, DistributedConversion):
             stack.enter_context(implicit_replication())  # a cache that is a DTensor is indexed by plain tensors

@@ -1,4 +1,4 @@
-"""Initial values on the ranks of a job: the models of all ranks are compared, and the first rank's values are sent."""
+"""Initial values on the ranks of a job: compares the models of all ranks, and sends the first rank's values."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ ModelTensors = dict[tuple[str, str], Tensor]
 
 
 def model_tensors(model: nn.Module) -> ModelTensors:
-    """The tensors of a model that a program may read, by kind and name: a tied one once, computed ones not at all.
+    """The tensors of a model that a program may read, by kind and name: tied ones once, computed ones left out.
 
-    Kinds are ``parameter``, ``buffer`` and ``attribute``: a tensor that a module holds as a plain attribute. The order
-    is that of names, which is the same on all ranks.
+    Kinds are ``parameter``, ``buffer`` and ``attribute``, a tensor in a plain attribute of a module. They are sorted by
+    name within a kind, so that the order is the same on all ranks.
     """
     parameters, buffers, _ = state_names(model)
     own = {id(each) for each in (*parameters.values(), *buffers.values())}
@@ -43,24 +43,25 @@ def model_tensors(model: nn.Module) -> ModelTensors:
 
 
 def is_sent(tensor: Tensor) -> bool:
-    """Whether a tensor's values are compared or sent: DTensors and sparse tensors are kept as they are."""
+    """Whether a tensor's values are compared and sent; DTensors and sparse tensors are kept as they are."""
     return not isinstance(tensor, DTensor) and tensor.layout == torch.strided
 
 
 class InitialValues:
-    """Compares the models that all ranks of a mesh come with, and sends the first rank's values to the others."""
+    """Compares the models of all ranks of a mesh, and sends the first rank's values to the others."""
 
     def __init__(self, comm: TorchComm, agreement: Agreement | None) -> None:
         self.comm, self.agreement = comm, agreement
         self.ranks = [comm.mesh.rank(position) for position in range(comm.mesh.size)]
 
     def check(self, tensors: ModelTensors, initial: str) -> bool:
-        """Compare the models of all ranks; returns whether some rank has tensors on meta, which the first has not.
+        """Compare the models of all ranks. Returns whether a rank other than the first has tensors on meta.
 
-        Names, shapes and dtypes are compared, and with ``"check"`` values. If they differ every rank raises a
-        ShardingError that names the first tensor that does, and two ranks. ``"trust"`` looks at this rank alone.
+        Compares names, shapes and dtypes, and with ``"check"`` values. If they differ, every rank raises a
+        ShardingError that names the first such tensor and two ranks. Every rank also raises one if the first rank, or
+        with ``"check"`` any rank, has tensors on meta. ``"trust"`` looks at this rank alone.
         """
-        if self.comm.device.type == "meta":  # a job without values, which only shows what a step does
+        if self.comm.device.type == "meta":  # a rehearsal without values
             return False
         if initial == "trust":
             if names := _on_meta(tensors):
@@ -79,7 +80,7 @@ class InitialValues:
 
     @torch.no_grad()
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Write the first rank's values to contiguous tensors of all ranks, in place."""
+        """Write the first rank's values to the contiguous tensors of all ranks, in place."""
         with waiting(lambda: SENDING, self.ranks):
             broadcast(tensors, self._everyone, self.comm.device)
 
@@ -95,7 +96,7 @@ class InitialValues:
         return self.comm.group(tuple(map(mesh.axis, mesh.axis_names)))
 
     def _compare(self, tensors: ModelTensors) -> int | None:
-        """Compare names, shapes and dtypes; returns the first position that has tensors on meta, if there is one."""
+        """Compare names, shapes and dtypes. Returns the first position that has tensors on meta, or None."""
         text = "\n".join(_line(key, each) for key, each in tensors.items()).encode()
         rows = self._from_all(hashlib.sha256(text).digest() + bytes([bool(_on_meta(tensors))]))
         if len({row[:-1] for row in rows}) > 1:
@@ -126,7 +127,7 @@ class InitialValues:
 
 
 def check_alike(names: Sequence[str], rows: Sequence[Sequence[int]], ranks: Sequence[int], who: str) -> None:
-    """ShardingError for the first tensor whose checksum differs: ``rows`` has those of all tensors on each rank."""
+    """Raise a ShardingError for the first tensor whose checksum differs. ``rows``: the checksums of each rank."""
     for name, (first, *others) in zip(names, zip(*rows, strict=True), strict=True):
         if differing := [rank for rank, other in zip(ranks[1:], others, strict=True) if other != first]:
             what = f"its values on rank {ranks[0]} and rank {differing[0]} differ"

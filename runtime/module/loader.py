@@ -32,25 +32,25 @@ Specs = Mapping[str, P | None]
 
 
 def shard_loader(loader: DataLoader[Any], mesh: Any, specs: P | Specs) -> ShardedLoader:
-    """A loader of the same global batches, of which each rank reads its own rows alone.
+    """A loader of the same global batches, of which each rank reads only its own rows.
 
-    All ranks iterate together. The order of samples is that of the mesh's first rank, in each epoch. Batches that do
-    not divide are cut as ``torch.chunk`` cuts them, and may leave ranks without rows. ``collate_fn`` gets this rank's
-    samples; it returns a row for each, and the same sizes of other dims on all ranks.
+    All ranks iterate together. In each epoch the order of samples is that of the mesh's first rank. Batches that do not
+    divide evenly are cut like ``torch.chunk``, and may leave ranks without rows. ``collate_fn`` gets this rank's
+    samples; it must return a row for each, with the same sizes of other dims on all ranks.
 
     Args:
-        loader: of the whole data set; its batch size is the global one.
-        mesh: a DeviceMesh, or a Mesh of virtual ranks, on which whole plain batches come out.
-        specs: how every tensor of a batch is cut, ``P("dp")``, or by name, ``{"ids": P("dp"), "scale": None}``. Names
-            are globs over those that annotations have; in a tuple they are ``0``, ``1``, ..., a batch that is a tensor
-            is ``batch``. All cut dim 0, the rows, alike. A tensor with ``None`` or ``P()`` stays plain, equal on all
-            ranks.
+        loader: a loader of the whole data set, with the global batch size.
+        mesh: a DeviceMesh, or a Mesh of virtual ranks, for which batches stay whole and plain.
+        specs: the sharding of every tensor of a batch, ``P("dp")``, or by name, ``{"ids": P("dp"), "scale": None}``.
+            Names are globs over the names that annotations use: the entries of a tuple are ``0``, ``1``, ..., and a
+            batch that is a tensor is ``batch``. All must cut dim 0, the rows, alike. A tensor with ``None`` or ``P()``
+            stays plain, and must be equal on all ranks.
 
     Returns:
         An iterable of batches in the containers of ``loader``.
 
     Raises:
-        ShardingError: for a loader that has no global batches, as that of an IterableDataset or a DistributedSampler.
+        ShardingError: for a loader without global batches, such as one with an IterableDataset or a DistributedSampler.
     """
     table = {"*": specs} if isinstance(specs, P) else specs
     _check(loader, table)
@@ -84,7 +84,7 @@ def _check(loader: Any, specs: Any) -> None:
 
 
 class ShardedLoader:
-    """The batches of a DataLoader, with DTensors of which this rank has read its own rows.
+    """The batches of a DataLoader as DTensors, of which this rank reads only its own rows.
 
     ``len`` and all attributes are those of the DataLoader. Without ``rows`` its batches are whole and plain.
     """
@@ -118,7 +118,7 @@ class ShardedLoader:
         own = [rows.of_batch(len(samples)) for samples in order]
         pairs = zip(order, own, strict=True)
         self._own.batches = [samples[start : start + count] or samples[:1] for samples, (start, count) in pairs]
-        self._reader.generator.manual_seed(seed + rows.index)  # alike on ranks that read the same rows
+        self._reader.generator.manual_seed(seed + rows.index)  # equal on ranks that read the same rows
         reader = iter(self._reader)
         for i, samples in enumerate(order):
             with self._telling():
@@ -130,18 +130,18 @@ class ShardedLoader:
             yield placed
 
     def _telling(self) -> AbstractContextManager[None]:
-        """Tell the other ranks, if there are any, of an error in the block."""
+        """Context that tells the other ranks, if there are any, of an error in the block."""
         return nullcontext() if self._gate is None else self._gate.telling()
 
 
 def _gate(agreement: Agreement) -> Gate:
-    """The gate of the next loader on these ranks: all of them begin an epoch of it together."""
+    """The gate of the next loader on these ranks, which all of them pass to begin an epoch."""
     agreement.num_modules["loader"] += 1
     return Gate(agreement, f"loader {agreement.num_modules['loader']} of shard_loader", "1")
 
 
 class _Samples:
-    """The samples of each of this rank's batches, as a batch sampler."""
+    """A batch sampler of this rank's samples of each batch."""
 
     def __init__(self) -> None:
         self.batches: list[list[Any]] = []
@@ -156,8 +156,8 @@ class _Samples:
 def epoch_order(loader: DataLoader[Any], agreement: Agreement | None) -> tuple[list[list[Any]], int]:
     """The samples of every global batch of an epoch, as the first rank draws them, and a seed for workers.
 
-    The other ranks draw from the states that the first rank's generators have; torch's default generator is left as it
-    was there, unless it has the first rank's state already. ShardingError if the orders differ all the same.
+    The other ranks draw from the states of the first rank's generators. They restore torch's default generator
+    afterwards, unless it had the first rank's state already. Raises a ShardingError if the orders differ all the same.
     """
     if agreement is None:
         return _drawn(loader)
@@ -189,16 +189,16 @@ def epoch_order(loader: DataLoader[Any], agreement: Agreement | None) -> tuple[l
 
 
 def _drawn(loader: DataLoader[Any]) -> tuple[list[list[Any]], int]:
-    """The samples of every batch, drawn as the DataLoader's own iterator draws them: first a seed for its workers."""
+    """The samples of every batch, drawn as the DataLoader's own iterator draws them: after a seed for its workers."""
     seed = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator))
     return [list(samples) for samples in loader.batch_sampler or ()], seed % 2**62
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """This rank's rows of global batches. ``axes``: those that cut dim 0. ``index``: this rank's among their ranks.
+    """This rank's rows of global batches. ``axes``: the mesh axes that cut dim 0.
 
-    ``agreement``: of all ranks that iterate together, those of other pipeline stages included.
+    ``agreement``: that of all ranks that iterate together, those of other pipeline stages included.
     """
 
     device_mesh: DeviceMesh
@@ -210,7 +210,7 @@ class Rows:
 
     @staticmethod
     def of(device_mesh: DeviceMesh, specs: Specs) -> Rows:
-        """The rows that specs give this rank; a ShardingError if they differ in how dim 0 is cut."""
+        """The rows that specs give this rank. Raises a ShardingError if they cut dim 0 differently."""
         mesh = Mesh.of(device_mesh)
         cut = {name: spec for name, spec in specs.items() if spec is not None and spec.entries}
         dims = {name: _rows_of(spec, mesh, name) for name, spec in cut.items()}
@@ -224,7 +224,7 @@ class Rows:
 
     @property
     def index(self) -> int:
-        """The index of this rank among those that read different rows."""
+        """The index of this rank among the ranks that read different rows."""
         return self.mesh.index(self.position, self.axes)
 
     def of_batch(self, count: int) -> tuple[int, int]:
@@ -233,7 +233,7 @@ class Rows:
         return chunk_of(count, cut.axes, self.mesh, self.position)
 
     def compare(self, batch: Any, rows: tuple[int, int]) -> None:
-        """ShardingError on every rank if two ranks have read the same rows of a batch, and found other values."""
+        """Raise a ShardingError on every rank if two ranks have read different values of the same rows of a batch."""
         if self.agreement is None:
             return
         tensors = [each for _, each in flatten(batch)[0] if isinstance(each, Tensor)]
@@ -252,7 +252,7 @@ class Rows:
                 )  # fmt: skip
 
     def placed(self, batch: Any, total: int, count: int) -> Any:
-        """A batch of this rank's samples with DTensors of the global batch, which has ``total`` rows."""
+        """A batch with DTensors of the global batch of ``total`` rows, made of this rank's ``count`` samples."""
         leaves, tree = flatten(batch)
         names = [name or "batch" for name, _ in leaves]
         tensors = [name for name, (_, value) in zip(names, leaves, strict=True) if isinstance(value, Tensor)]
@@ -286,7 +286,7 @@ class Rows:
 
 
 def _rows_of(spec: P, mesh: Mesh, name: str) -> DimSharding:
-    """How a spec cuts dim 0."""
+    """The sharding of dim 0 by a spec."""
     dim = P(spec.entries[0]).sharding(mesh, (mesh.size**2,), f"shard_loader, {name!r}").dims[0]
     if dim.minor:
         raise ShardingError("shard_loader", repr(spec), "rows have no blocks", "write P('dp')")
@@ -294,6 +294,6 @@ def _rows_of(spec: P, mesh: Mesh, name: str) -> DimSharding:
 
 
 def _root(device_mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that a mesh is a part of."""
+    """The whole mesh that a mesh is a part of."""
     root: DeviceMesh = device_mesh._get_root_mesh()
     return root

@@ -17,9 +17,9 @@ from .conversion import DistributedConversion
 from .runtime import ModuleRuntime
 
 RUNTIME, FORWARD, MODEL = "shardc", "_shardc_forward", "_shardc_model"  # the names that are ours
-# What the module offers of its runtime, where the model has no attribute of that name.
+# Attributes of the runtime that the module offers, unless the model has an attribute of that name.
 OFFERED = {"seed", "step", "program", "compile_for", "clip_grad_norm_"}
-# What a call of the module does besides its forward: the model has its own, which are part of what is captured.
+# Attributes of a call besides its forward: the model has its own, which are captured.
 CALL = ("_backward_pre_hooks", "_backward_hooks", "_is_full_backward_hook", "_forward_hooks",
         "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
         "_forward_pre_hooks_with_kwargs", "_compiled_call_impl")  # fmt: skip
@@ -33,12 +33,12 @@ class ParallelModule(nn.Module):
     DTensor, replicated until the first call is compiled, and in its propagated sharding from then on; on virtual ranks
     they stay plain and whole.
 
-    Inputs of a call are global values, plain tensors or DTensors. Outputs of no dims and vectors of at most 1,024
-    elements are plain; on a DeviceMesh others are DTensors unless an annotation ``output:NAME`` is ``P()``.
+    Inputs of a call are global values, plain tensors or DTensors. 0-dim outputs and vectors of at most 1,024 elements
+    are plain; on a DeviceMesh others are DTensors unless an annotation ``output:NAME`` is ``P()``.
 
-    Its class is that of ``module_of``, a subclass of the model's: methods of the model, as ``generate`` is one, call
-    this module. It shares all attributes with the copied model but those of a call: ``forward``, and hooks that are set
-    on it, which run outside of the program. All that shardc adds lives in ``shardc``, a ModuleRuntime. Its ``seed``,
+    ``module_of`` makes its class, a subclass of the model's: methods of the model, such as ``generate``, call this
+    module. It shares all attributes with the copied model but those of a call: ``forward``, and hooks that are set on
+    it, which run outside of the program. Everything that shardc adds is in ``shardc``, a ModuleRuntime. Its ``seed``,
     ``step``, ``program``, ``compile_for`` and ``clip_grad_norm_`` are attributes of the module too, unless the model
     has an attribute of that name.
     """
@@ -51,15 +51,15 @@ class ParallelModule(nn.Module):
         step: int
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A new model, as the model's class makes it; ``of`` makes a parallel module."""
+        """Make a new model of the model's class; ``of`` makes a parallel module."""
         return getattr(cls, MODEL)(*args, **kwargs)
 
     def __init_subclass__(cls) -> None:
-        """The model's class does not hear of this subclass, which is not the user's."""
+        """Keep this subclass, which is not the user's, from the model's own ``__init_subclass__``."""
 
     @classmethod
     def of(cls, runtime: ModuleRuntime) -> ParallelModule:
-        """The parallel module that a runtime runs."""
+        """The parallel module of a runtime."""
         module: ParallelModule = object.__new__(cls)
         module._begin(runtime)
         return module
@@ -81,7 +81,7 @@ class ParallelModule(nn.Module):
         return f"ParallelModule({model} on {runtime.mesh}, {ranks}, {calls})"
 
     def _repr_html_(self) -> str:
-        """What notebooks show: the latest program, once there is one."""
+        """The representation in notebooks: this module, and its latest program if there is one."""
         program = self.shardc.program if self.shardc.variants else None
         return f"<pre>{escape(repr(self))}</pre>" + (program._repr_html_() if program is not None else "")
 
@@ -108,7 +108,7 @@ class ParallelModule(nn.Module):
         return super().load_state_dict(loaded, strict, assign)
 
     def __getattr__(self, name: str) -> Any:
-        """What the model does not have: a parameter, a buffer, a module, or else the runtime's."""
+        """Find a parameter, a buffer or a module of the model, else an offered attribute of the runtime."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -119,7 +119,7 @@ class ParallelModule(nn.Module):
             return getattr(self.shardc, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute of the model, which reads it, or of the runtime, as ``__getattr__`` finds it."""
+        """Set an attribute of the model, or of the runtime if ``__getattr__`` would find it there."""
         if name in OFFERED and not hasattr(self.shardc.model, name):
             setattr(self.shardc, name, value)
         else:
@@ -134,7 +134,7 @@ class ParallelModule(nn.Module):
         return twin
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call ``forward`` and the hooks of this module; a call of the model's own class is part of the program."""
+        """Call ``forward`` and the hooks of this module; a ``__call__`` of the model's class is part of the program."""
         return nn.Module.__call__(self, *args, **kwargs)
 
     def __copy__(self) -> NoReturn:
@@ -147,13 +147,13 @@ class ParallelModule(nn.Module):
         raise ShardingError("pickle", f"a parallel {type(self.shardc.model).__name__}", problem, remedy)
 
     def share_memory(self) -> NoReturn:
-        """Refused: each rank computes on tensors of its own."""
+        """Raise a ShardingError: each rank computes on tensors of its own."""
         problem = "each rank of a mesh computes on tensors of its own"
         remedy = "start the ranks with torchrun, or call share_memory() on the model and parallelize it in each process"
         raise ShardingError("share_memory", f"a parallel {type(self.shardc.model).__name__}", problem, remedy)
 
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused, as ``torch.compile`` of the module is."""
+        """Raise a ShardingError, as ``torch.compile`` of the module does."""
         raise _compiling_error(type(self.shardc.model).__name__)
 
 
@@ -163,7 +163,7 @@ def is_on_ranks(module: Any) -> bool:
 
 
 def _wrapping_error(name: str) -> ShardingError:
-    """The error for a module that DDP wraps, as ``prepare_model`` of Ray Train lets it."""
+    """The error for a module that DDP wraps, as Ray Train's ``prepare_model`` does."""
     problem = "its gradients are reduced already, and its parameters are cut when the first call is compiled"
     return ShardingError(
         "DistributedDataParallel", f"a parallel {name}", problem, "leave it out: train the module itself"
@@ -172,7 +172,7 @@ def _wrapping_error(name: str) -> ShardingError:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def refuse_compiling(name: str) -> NoReturn:
-    """Raise the error for a module that ``torch.compile`` looks into."""
+    """Raise the error for a module that ``torch.compile`` traces."""
     raise _compiling_error(name)
 
 

@@ -1,4 +1,4 @@
-"""Optimizers and gradient scalers: who is told of a step, which step trains nothing, and overflows on other ranks."""
+"""Optimizers and gradient scalers: watchers of steps, a warning of useless steps, and overflows on other ranks."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from ..tier.files import folder_of
 
 
 class StepWatcher:
-    """Is told of the steps of optimizers that hold one of the parameters that it watches.
+    """Is notified of the steps of optimizers that hold one of the parameters that it watches.
 
-    ``sees_begin``: of their beginning too.
+    ``sees_begin``: whether it is notified of their beginning too.
     """
 
     sees_begin = False
@@ -46,31 +46,31 @@ class StepWatcher:
         return [tensor for tensor in (reference() for reference in self._watched) if tensor is not None]
 
     def note_begin(self, optimizer: Optimizer, has_closure: bool) -> None:
-        """An optimizer is about to write parameters."""
+        """Note that an optimizer is about to write parameters."""
 
     def note_step(self, optimizer: Optimizer) -> None:
-        """An optimizer has written parameters."""
+        """Note that an optimizer has written parameters."""
         raise NotImplementedError
 
     def check_unscale(self, optimizer: Optimizer) -> None:
         """Raise an error if the gradients of an optimizer's parameters cannot be unscaled."""
 
 
-VARIANCE_STEPS = "variance_steps"  # in a state of 1-bit Adam: how many gradients a variance is made of
+VARIANCE_STEPS = "variance_steps"  # in a state of 1-bit Adam: the number of gradients in a variance
 _watchers: weakref.WeakSet[StepWatcher] = weakref.WeakSet()
 _copied: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that were parallelized
 _seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-_cut: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()  # the state of each that is cut
-_in_backward: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that a backward has stepped
+_cut: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()  # the state of each, once cut
+_in_backward: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers that a backward steps
 
 
 def note_copied(model: nn.Module) -> None:
-    """The parameters of a model were copied; an optimizer of these trains nothing, which is warned of."""
+    """Note that a model's parameters were copied: an optimizer of the originals trains nothing, and gets a warning."""
     _copied.add(model)
 
 
 def _warn_of_copied(optimizer: Optimizer) -> None:
-    """Warn at an optimizer's first step if parameters of it were copied, and none of these has a gradient."""
+    """Warn at an optimizer's first step if it holds parameters that were copied, and none of these has a gradient."""
     if optimizer in _seen:
         return
     _seen.add(optimizer)
@@ -85,7 +85,7 @@ def _warn_of_copied(optimizer: Optimizer) -> None:
 
 
 def _watchers_of(optimizer: Optimizer, watchers: Iterable[StepWatcher]) -> list[StepWatcher]:
-    """Those who watch a parameter of an optimizer."""
+    """The watchers of a parameter of an optimizer."""
     watched = [(watcher, tensors) for watcher in watchers if (tensors := watcher.watched())]
     stepped = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]} if watched else ()
     return [watcher for watcher, tensors in watched if any(id(tensor) in stepped for tensor in tensors)]
@@ -108,7 +108,7 @@ register_optimizer_step_post_hook(_tell_of_step)
 def whole_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
     """The state dict of an optimizer with whole plain tensors in host memory, on the first rank of the job.
 
-    Every rank calls it, gets {} if it is another, and receives one whole tensor at a time.
+    Every rank must call it, and holds one gathered tensor at a time; ranks other than the first get {}.
     """
     found = optimizer.state_dict()
     if not any(isinstance(each, DTensor) for values in found["state"].values() for each in values.values()):
@@ -127,7 +127,7 @@ def whole_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
 
 @torch.no_grad()
 def _cut_loaded_state(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Store as its parameter what was loaded of an optimizer's state; a new dict of it says that it was loaded."""
+    """Cut loaded tensors of an optimizer's state like their parameters. A load is noticed by the new state dict."""
     if _cut.get(optimizer) is optimizer.state:
         return
     if not _watchers_of(optimizer, [each for each in _watchers if each.sees_begin]):
@@ -142,7 +142,7 @@ def _cut_loaded_state(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _count_all_steps(optimizer: Optimizer) -> None:
-    """Let torch's Adam go on from a state of 1-bit Adam: it takes a variance for one of as many gradients as steps."""
+    """Rescale variances of 1-bit Adam for torch's Adam, which assumes that each step has added a gradient to them."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
@@ -152,7 +152,7 @@ def _count_all_steps(optimizer: Optimizer) -> None:
 
 
 def _is_stored_as(state: Tensor, parameter: GlobalTensor) -> bool:
-    """Whether a tensor of an optimizer's state is cut as a parameter, and in the same folder if that is in a file."""
+    """Whether a tensor of an optimizer's state is cut like its parameter, and in the same folder if that has a file."""
     if not isinstance(state, DTensor) or state.placements != parameter.placements:
         return False
     return folder_of(state._local_tensor) == folder_of(parameter._local_tensor)
@@ -163,7 +163,7 @@ register_optimizer_step_pre_hook(_tell_of_begin)
 
 
 def keep_state_of_meta(optimizer: Optimizer) -> None:
-    """Let an optimizer keep what is loaded for parameters that are on meta until placed; torch moves it there."""
+    """Keep loaded state of parameters that are on meta until they are placed; torch would move that state to meta."""
     loaded: dict[str, Any] = {}
 
     def remember(_: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -181,34 +181,34 @@ def keep_state_of_meta(optimizer: Optimizer) -> None:
     optimizer.register_load_state_dict_post_hook(keep)
 
 
-# By the mesh of parallel modules, the ranks of their pipeline, and the gate that all ranks of the job pass.
+# By the mesh of parallel modules: the group of their pipeline's ranks, and the gate that all ranks of the job pass.
 _PIPELINES: dict[DeviceMesh, tuple[ProcessGroup | None, Gate | None]] = {}
 _UNSCALE = torch.amp.GradScaler._unscale_grads_
 
 
 def share_overflows(device_mesh: DeviceMesh, agreement: Agreement | None, pipeline: ProcessGroup | None = None) -> None:
-    """Let all ranks of a mesh, and all ranks of its pipeline, skip a step if ``GradScaler`` finds an overflow on one.
+    """Make all ranks of a mesh and of its pipeline skip a step if ``GradScaler`` finds an overflow on one of them.
 
-    torch shares it over the axes that cut the first gradient alone. Ranks that skip different steps diverge, so that
-    this replaces a method of GradScaler; optimizers without parameters on such a mesh are not affected.
+    torch shares an overflow only over the axes that cut the first gradient, and ranks that skip different steps
+    diverge. So this replaces a method of GradScaler; optimizers without parameters on such a mesh are not affected.
     """
     _PIPELINES[device_mesh] = pipeline, None if agreement is None else Gate(agreement, "", "1")
     check_unscaling()
 
 
 def check_unscaling() -> None:
-    """Let watchers refuse that ``GradScaler`` unscales gradients."""
+    """Let watchers reject the unscaling of gradients by ``GradScaler``."""
     torch.amp.GradScaler._unscale_grads_ = _unscale_on_all_ranks  # type: ignore[assignment,method-assign]
 
 
 def note_in_backward(optimizer: Optimizer) -> None:
-    """Note that backward steps this optimizer, so that a ``GradScaler`` that comes afterwards raises an error."""
+    """Note that backward steps this optimizer, so that a later use of ``GradScaler`` on it raises an error."""
     _in_backward.add(optimizer)
     check_unscaling()
 
 
 def _check_not_gone(optimizer: Optimizer) -> None:
-    """OrderError if a backward has stepped the parameters of an optimizer, whose gradients are gone."""
+    """Raise an OrderError if a backward has stepped the parameters of an optimizer, so that no gradients are left."""
     parameters = (each for group in optimizer.param_groups for each in group["params"])
     if optimizer in _in_backward and all(each.grad is None for each in parameters):
         what, problem = "after step_in_backward", "parameters are stepped, with gradients of the scaled loss"
@@ -218,7 +218,10 @@ def _check_not_gone(optimizer: Optimizer) -> None:
 def _unscale_on_all_ranks(
     scaler: torch.amp.GradScaler, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
 ) -> dict[torch.device, Tensor]:
-    """By device, 1 if a gradient is not finite on any rank; without gradients empty, unless another stage has some."""
+    """Unscale gradients. Returns by device 1 if any rank has a gradient that is not finite.
+
+    Empty without gradients, unless the mesh belongs to a pipeline, whose other stages may have some.
+    """
     _check_not_gone(optimizer)
     for watcher in _watchers:
         watcher.check_unscale(optimizer)

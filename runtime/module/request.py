@@ -1,4 +1,4 @@
-"""What a call of a parallel module asks for."""
+"""The request of a call of a parallel module."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Key = tuple[Hashable, ...]
 
 @dataclass(slots=True)
 class CallRequest:
-    """What a call asks for: of a model, or of a SubmoduleView of it.
+    """The arguments of a call, and the state that its program depends on. ``model`` may be a SubmoduleView.
 
-    ``tensors``: the model's, by kind and name. ``arguments``: those among its arguments. ``key``: its signature, and
-    what a program depends on besides. ``digest``: of ``text``, where ranks agree on it. ``writes``: whether it places
-    or gathers parameters. ``is_training``: whether a module of it is in training mode. ``is_whole``: whether outputs
-    come back whole and plain.
+    ``tensors``: the model's, by kind and name. ``arguments``: the tensors among the arguments. ``key``: the signature,
+    and everything else that a program depends on. ``digest``: that of ``text``, if ranks must agree on it. ``writes``:
+    whether the call places or gathers parameters. ``is_training``: whether a module is in training mode. ``is_whole``:
+    whether outputs come back whole and plain.
     """
 
     kind: Kind
@@ -41,7 +41,7 @@ class CallRequest:
 
     @property
     def sends_momentum(self) -> bool:
-        """Whether its backward sends the optimizer's momentum."""
+        """Whether the call's backward sends the optimizer's momentum."""
         return bool(self.key[-1])
 
     @property
@@ -50,7 +50,7 @@ class CallRequest:
         return [each for (kind, _), each in self.tensors.items() if kind == "parameter"]
 
     def text(self) -> str:
-        """All that must be equal on every rank."""
+        """The parts of the request that must be equal on every rank, as text."""
         called = getattr(self.model, "path", "the model")
         further = [f"autocast of the mesh {list(self.key)[3:]}", f"a call of {called}"]
         return "\n".join(request_lines(self.key[0], self.model, self.arguments, further))

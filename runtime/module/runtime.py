@@ -1,4 +1,4 @@
-"""What runs a parallel module: its copied model, the programs of its calls, and where its tensors lie."""
+"""The runtime of a parallel module: its copied model, the programs of its calls, and the shardings of its tensors."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ from .submodule import own_forwards, stand_for_forwards
 from .value import TensorValue, Value
 
 MAX_PROGRAMS = 16  # compiled for one signature each
-MAX_OF_REGIONS = 64  # made of programs for regions of sizes, each in a small part of the time
+MAX_OF_REGIONS = 64  # made from programs of regions of sizes, each in a fraction of the time of a compile
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of a parameter, by id
 
 
 class CompileFn(Protocol):
-    """Compiles a call of a model. ``fixed``: shardings that are settled already, and stand above annotations.
+    """Compiles a call of a model. ``fixed``: shardings that are settled already, and override annotations.
 
-    ``is_whole_model``: whether annotations must all be about the call.
+    ``is_whole_model``: whether every annotation must apply to the call.
     """
 
     def __call__(self, model: nn.Module, *, args: Sequence[Any], kwargs: Mapping[str, Any], train: bool,
@@ -83,14 +83,14 @@ class ModuleRuntime:
         self._computed_shardings: dict[tuple[str, str], Sharding] = {}  # of parameters that are stored in another one
         self.variants: OrderedDict[tuple[Signature, *Key], Variants] = OrderedDict()
         self._latest: Variants | None = None
-        self._sizes: OrderedDict[Key, CallSizes] = OrderedDict()  # by what a signature has besides sizes
-        self.mesh = conversion.comm.mesh  # as the user has it, with the axis of stages
-        self._latest_states: dict[str, LatestState] = {}  # by the path of a module that is called, "" for the model
+        self._sizes: OrderedDict[Key, CallSizes] = OrderedDict()  # by signature without sizes
+        self.mesh = conversion.comm.mesh  # ``parallel_module`` sets it to the user's mesh, with the axis of stages
+        self._latest_states: dict[str, LatestState] = {}  # by the path of the called module, "" for the model
         self._is_compiled = self._returns_whole = self.is_capturing = False
         self.seed, self.step = 0, 0
         copies = conversion.copies(model, initial, is_compiled_soon, values)
         self._awaited = copies.awaited  # tensors that get their values when they are placed
-        self._values = dict(values or {}) if copies.awaited else {}  # of those; without one the first rank's
+        self._values = dict(values or {}) if copies.awaited else {}  # of those; if empty, the first rank's
         memo = computed_tensors(model) | copies.by_id  # with the copy of each parameter and buffer, tied ones once
         for parameter in model.parameters():
             memo[id(parameter)] = _new_parameter(memo[id(parameter)], parameter)
@@ -99,7 +99,7 @@ class ModuleRuntime:
         note_copied(model)
 
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any], model: nn.Module | None = None) -> Any:
-        """Run the model, which is compiled first if no program fits the call. ``model``: a SubmoduleView to run."""
+        """Run the model; compile it first if no program fits the call. ``model``: a SubmoduleView to run instead."""
         with telling_others():
             complete_norms()
             request = self._request(args, kwargs, Kind.FORWARD, model or self.model)
@@ -117,13 +117,13 @@ class ModuleRuntime:
             return result
 
     def compile_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Compile a call without running it; parameters get their shardings."""
+        """Compile a call without running it; this gives parameters their shardings."""
         with telling_others():
             self._compiled(self._request(args, kwargs, Kind.COMPILE, self.model))
 
     @property
     def _group(self) -> int:
-        """The number of the group of ranks that train by themselves, which draws numbers of its own."""
+        """The index of this rank's group under ``local=``, where each group draws random numbers of its own; else 0."""
         return 0 if self.outer is None else self.outer.groups.index
 
     @property
@@ -135,9 +135,10 @@ class ModuleRuntime:
         return self._latest.latest.compilation
 
     def load_awaited(self, values: dict[str, Tensor]) -> None:
-        """Let tensors that are on meta until they are placed get these values then, in place of those of ``weights=``.
+        """Load values of tensors that are on meta until they are placed; they replace those of ``weights=``.
 
-        Each that is taken stays in ``values`` on meta. ShardingError where the first rank is about to send its values.
+        Each value that is taken is replaced by a meta tensor in ``values``. Raises a ShardingError if the first rank
+        is about to send its own values.
         """
         tensors = self.model.state_dict(keep_vars=True)
         awaited = {id(tensors[name]): name for _, name in self._awaited if name in tensors}
@@ -156,7 +157,7 @@ class ModuleRuntime:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients so that their norm over all parameters on all ranks is at most ``max_norm``.
 
-        Returns the norm before.
+        Returns the norm before scaling.
         """
         self._enter_clip(max_norm, norm_type)
         comm = self.conversion.comm
@@ -164,7 +165,7 @@ class ModuleRuntime:
             return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, foreach=True)
 
     def _enter_clip(self, max_norm: float, norm_type: float) -> None:
-        """Come to clipping with all other ranks, once gradients are reduced. OrderError where they are gone."""
+        """Enter clipping with all other ranks, with reduced gradients. Raises an OrderError if gradients are gone."""
         stepping = self._accumulation.stepping
         if stepping is not None:
             stepping.check_gradients("clip_grad_norm_")
@@ -177,23 +178,26 @@ class ModuleRuntime:
 
     @contextmanager
     def returning_whole(self) -> Iterator[None]:
-        """In the block outputs come back whole and plain, but for what is in objects among the arguments."""
+        """Context in which outputs come back whole and plain, except in objects among the arguments."""
         with override_attribute(self, "_returns_whole", True):
             yield
 
     def take_outer_steps(self, groups: Groups, bucket: int, initial: str) -> None:
-        """Train as one of several groups, which start alike and meet in outer steps."""
+        """Train as one of several groups, which start from equal values and meet in outer steps."""
         self.outer = OuterSteps(groups, self.model, bucket, initial, groups.key)
 
     def step_in_backward(self, stepping: SteppingInBackward | None) -> None:
-        """Let backward step parameters from now on, or no longer. Not where a step counts for more than that."""
+        """Let backward step parameters from now on, or no longer if None.
+
+        Does nothing with outer steps or a sent momentum, which need whole steps of the optimizer.
+        """
         if self.outer is None and self.feedback.momentum is None:
             self._accumulation.stepping = stepping
             if stepping is not None:
                 note_in_backward(stepping.optimizer)
 
     def forget_gathered(self) -> None:
-        """Forget what was gathered of parameters: their values may change now."""
+        """Forget the gathered parameters, whose values may change now."""
         if self._gathered is not None:
             self._gathered.forget()
 
@@ -206,7 +210,7 @@ class ModuleRuntime:
         return self.model.parameters()
 
     def copied(self, model: nn.Module) -> ModuleRuntime:
-        """A runtime of a copy of the model, with the same shardings, seed and step."""
+        """The runtime of a copy of the model, with the same shardings, seed and step."""
         gate = None if self.gate is None else self.gate.of_copy()
         twin = type(self)(nn.Module(), self.conversion, self.compile_fn, self._make_runner, gate=gate)
         twin.model = model
@@ -221,9 +225,9 @@ class ModuleRuntime:
     def _request(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], kind: Kind, model: nn.Module
     ) -> CallRequest:  # fmt: skip
-        """What a call of the model or of a view of it asks for."""
+        """The request of a call of the model or of a view of it."""
         with self._telling():
-            if self.outer is not None and model is self.model and not self._returns_whole:  # which a group generates
+            if self.outer is not None and model is self.model and not self._returns_whole:  # a group generates alone
                 args, kwargs = self.outer.groups.part_of_call(model, args, kwargs)
             latest = self._latest_states.setdefault(getattr(model, "path", ""), LatestState())
             state, tensors = latest.read(model)
@@ -245,7 +249,7 @@ class ModuleRuntime:
             )
 
     def _compiled(self, request: CallRequest) -> Variants:
-        """The programs for a call, of which all ranks run the latest first; a new signature is compiled."""
+        """The programs for a call, of which all ranks try the latest first; a new signature is compiled."""
         variants = self.variants.get(request.key)
         request.digest = b"" if variants is None else variants.request
         call = self._agreed(request, None if variants is None else variants.latest)
@@ -292,11 +296,11 @@ class ModuleRuntime:
         return f"{'has' if changed == Flag.YES else 'has not'} written its parameters {since}"
 
     def _telling(self) -> AbstractContextManager[None]:
-        """Tell the other ranks of an error in the block."""
+        """Context that tells the other ranks of an error in the block."""
         return nullcontext() if self.gate is None else self.gate.telling()
 
     def _new_call(self, request: CallRequest) -> CompiledCall:
-        """Compile a call; its tensors are made outside of inference mode, since later calls may be outside of it."""
+        """Compile a call, outside of inference mode: later calls use its tensors, and may be outside of it, too."""
         has_grad = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.set_grad_enabled(has_grad):
             with self._telling():
@@ -328,7 +332,7 @@ class ModuleRuntime:
                 )  # fmt: skip
 
     def _sizes_of_calls_like(self, request: CallRequest) -> CallSizes:
-        """What was compiled of calls that differ from one in sizes alone."""
+        """The programs of calls that differ from this one only in sizes."""
         key = request.key[0].without_sizes(), *request.key[1:]
         found = self._sizes.setdefault(key, CallSizes())
         self._sizes.move_to_end(key)
@@ -337,7 +341,7 @@ class ModuleRuntime:
         return found
 
     def _warn(self, program: Program) -> None:
-        """Say once, on the first rank, what of the first program cannot be what the user wants."""
+        """Warn once, on the first rank, about notes on the first program that show a likely mistake."""
         notes = () if self._is_compiled else warnings_among(program.notes)
         self._is_compiled = True
         for note in notes if 0 in self.conversion.comm.positions else ():
@@ -345,7 +349,7 @@ class ModuleRuntime:
             warnings.warn(error_text(f"a {type(self.model).__name__}", f"{self.mesh}", what, remedy), stacklevel=9)
 
     def _forget_oldest(self) -> None:
-        """Forget the program that was used the longest ago, of a kind of which there are too many."""
+        """Forget the least recently used program, if there are too many of a region, or of single signatures."""
         for is_of_region, limit in ((True, MAX_OF_REGIONS), (False, MAX_PROGRAMS)):
             keys = [key for key, each in self.variants.items() if each.latest.is_of_region == is_of_region]
             if len(keys) > limit:
@@ -362,7 +366,7 @@ class ModuleRuntime:
         warnings.warn(error_text(f"a {type(self.model).__name__}", what, problem, remedy), stacklevel=6)
 
     def _fixed(self, request: CallRequest) -> tuple[Pin, ...]:
-        """The shardings that earlier calls gave to parameters and buffers, and those of DTensors in the arguments."""
+        """Pins of the shardings that earlier calls gave to parameters and buffers, and of DTensors in the arguments."""
         tensors = request.arguments
         arguments = {("input", name): self.conversion.sharding(each, f"input {name!r}") for name, each in tensors}
         parameters, buffers, _ = state_names(self.model)
@@ -374,9 +378,9 @@ class ModuleRuntime:
         )
 
     def _place(self, program: Program, runner: Runner, is_whole_model: bool) -> None:
-        """Give parameters and buffers the shardings that a program reads them in, the first time.
+        """Place parameters and buffers, the first time, in the shardings in which a program reads them.
 
-        Those that no op reads have none yet, but where the whole model was compiled.
+        Those that no op reads are placed only if the whole model was compiled.
         """
         tensors, arrivals = dict(tensors_of(self.model)), dict[tuple[str, str], Arrival]()
         for put, node in zip(program.inputs, program.placeholders, strict=True):
@@ -401,7 +405,7 @@ class ModuleRuntime:
     def _receive(self, arrivals: Mapping[tuple[str, str], Arrival], tensors: ModelTensors) -> None:
         """Give awaited tensors their values: those that a program reads in its shardings, others whole.
 
-        ``tensors``: those of the model that may come now.
+        ``tensors``: the model's tensors that may be received whole now.
         """
         conversion = self.conversion
         assert isinstance(conversion, DistributedConversion), conversion
@@ -424,7 +428,7 @@ class ModuleRuntime:
         return None
 
     def _set_gradient_dtypes(self, program: Program) -> None:
-        """Let gradients have the dtype that a program computes them in, where it is not their parameter's."""
+        """Give gradients the dtype in which a program computes them, if it differs from their parameter's."""
         parameters = {name: tensor for (kind, name), tensor in tensors_of(self.model) if kind == "parameter"}
         for output, node in zip(program.outputs, program.results, strict=True):
             parameter = parameters.get(output.name) if output.kind == "gradient" and node is not None else None
@@ -438,16 +442,16 @@ class ModuleRuntime:
 
 
 def become(tensor: Tensor, other: Tensor) -> None:
-    """Let every holder of ``tensor``, an optimizer among them, hold the value of ``other``."""
+    """Turn ``tensor`` into ``other`` in place, so that all its holders, such as an optimizer, see the new value."""
     if isinstance(tensor, nn.Parameter):
         other = nn.Parameter(other, requires_grad=tensor.requires_grad)
     torch.utils.swap_tensors(tensor, other)
     for kind in HOOKS if isinstance(tensor, nn.Parameter) else ():
-        setattr(tensor, kind, getattr(tensor, kind))  # which tells autograd's side of the tensor, that was swapped
+        setattr(tensor, kind, getattr(tensor, kind))  # tells autograd's side of the tensor, which was swapped
 
 
 def _new_parameter(value: Tensor, like: nn.Parameter) -> nn.Parameter:
-    """A parameter that requires a gradient where ``like`` does, with the hooks that ``like`` has now."""
+    """A parameter that requires a gradient if ``like`` does, with the hooks that ``like`` has now."""
     parameter = nn.Parameter(value, requires_grad=like.requires_grad)
     for kind in HOOKS:
         setattr(parameter, kind, copy.copy(getattr(like, kind)))
@@ -462,9 +466,9 @@ REMEDY = (
 
 
 class Variants:
-    """Compiled calls that differ in what their guards check, the latest used first; without guards there is one.
+    """Compiled calls that differ in the values that their guards expect, the latest used first; one without guards.
 
-    ``request``: the digest of what a call asks for, where ranks agree on it.
+    ``request``: the digest of the call's request, if ranks agree on it.
     """
 
     def __init__(self, call: CompiledCall, request: bytes = b"") -> None:
@@ -476,11 +480,12 @@ class Variants:
         return self.calls[0]
 
     def run(self, run: Callable[[CompiledCall], Any], agreed: Callable[[CompiledCall | None], CompiledCall]) -> Any:
-        """The result of the first compiled call whose guards all hold; a new one is compiled if there is none.
+        """Run the first compiled call whose guards all hold; compile a new one if there is none. Returns its result.
 
-        ``agreed``: the call that all ranks run in place of one, or of none; they have agreed on the first already. A
-        program whose guard does not hold ends there, on every rank alike, and has changed nothing. CaptureError if too
-        many were compiled already; GuardError if even a new program finds other values than it was captured with.
+        ``agreed``: takes a compiled call or None, and returns the call that all ranks run instead; they have agreed on
+        the first one already. A program ends at a guard that does not hold, on every rank, and has changed nothing.
+        Raises a CaptureError if too many were compiled already, and a GuardError if even a new program finds other
+        values than it was captured with.
         """
         for i in range(len(self.calls)):
             call = self.calls[i] = agreed(self.calls[i]) if i else self.calls[i]

@@ -1,4 +1,4 @@
-"""Calls of one module of a parallel module, as ``generate`` calls an encoder: programs of their own.
+"""Calls of one module of a parallel module, such as an encoder that ``generate`` calls, run programs of their own.
 
 Such a program has the names, the annotations and the shardings of the whole model.
 """
@@ -36,31 +36,31 @@ class SubmoduleView(nn.Module):
 
     @property
     def forward(self) -> Callable[..., Any]:  # type: ignore[override]
-        """The module's own."""
+        """The module's own forward."""
         return own_forward(self.get_submodule(self.path))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward alone: the caller of the module runs its hooks."""
+        """Run the forward alone: the caller of the module runs its hooks."""
         return self.forward(*args, **kwargs)
 
 
 class SubmoduleForward:
-    """Stands for the forward of a module in a parallel module: outside of a program it runs one."""
+    """Replaces the forward of a module in a parallel module: a call from outside a program runs a program."""
 
     def __init__(self, runtime: Runtime, path: str, module: nn.Module) -> None:
         self._runtime, self._path, self._module = runtime, path, module
-        self.own = vars(module).get("forward")  # one that was set on the module itself
+        self.own = vars(module).get("forward")  # a forward that was set on the module itself
         self._view = SubmoduleView(runtime.model, path)
         functools.update_wrapper(self, own_forward(module))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._runtime.is_capturing:  # by a forward that a user set in its place
+        if self._runtime.is_capturing:  # called by a forward that the user set in its place
             return (self.own or _class_forward(self._module))(*args, **kwargs)
         self._view.training = self._runtime.model.training
         return self._runtime.forward(args, kwargs, self._view)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        """The forward of a copy of the module, which is a plain one."""
+        """The forward of a copy of the module: its class's."""
         return _class_forward(memo[id(self._module)])
 
     def __reduce__(self) -> Any:
@@ -72,7 +72,7 @@ def _class_forward(module: nn.Module) -> Callable[..., Any]:
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:
-    """The forward of a module, whatever stands for it."""
+    """The forward of a module without a SubmoduleForward in its place."""
     forward = module.forward
     if not isinstance(forward, SubmoduleForward):
         return forward
@@ -80,9 +80,10 @@ def own_forward(module: nn.Module) -> Callable[..., Any]:
 
 
 def stand_for_forwards(runtime: Runtime) -> None:
-    """Let every module of a runtime's model that has parameters run a program where it is called by itself.
+    """Make every module of a runtime's model that has parameters run a program when it is called by itself.
 
-    But for modules with hooks that run before forward, which may make what it reads, as a normed weight.
+    Modules with hooks that run before forward are left out: such a hook may compute a tensor that forward reads, such
+    as a normalized weight.
     """
     for path, module in runtime.model.named_modules():
         if path and not module._forward_pre_hooks and next(module.parameters(), None) is not None:
@@ -92,7 +93,7 @@ def stand_for_forwards(runtime: Runtime) -> None:
 
 @contextmanager
 def own_forwards(model: nn.Module) -> Iterator[None]:
-    """In the block the modules of a model run their own forwards."""
+    """Context in which the modules of a model run their own forwards."""
     stood = {module: forward for module in model.modules() if (forward := _put_back(module)) is not None}
     try:
         yield
@@ -102,7 +103,7 @@ def own_forwards(model: nn.Module) -> Iterator[None]:
 
 
 def _put_back(module: nn.Module) -> SubmoduleForward | None:
-    """Take away what stands for a module's forward, and return it."""
+    """Remove a module's SubmoduleForward, restore its own forward, and return the removed one."""
     forward = vars(module).get("forward")
     if isinstance(forward, SubmoduleForward):
         del module.__dict__["forward"]

@@ -1,4 +1,4 @@
-"""Values that tensors of a model get when they are placed: of each a rank reads its shard alone."""
+"""Values that tensors of a model get when they are placed; a rank reads only its shard of each."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class Value(ABC):
 
     @abstractmethod
     def write(self, piece: Tensor, sharding: Sharding, position: int) -> None:
-        """Write the shard of the rank at a position, without padding, to memory for it."""
+        """Write the shard of the rank at ``position``, without padding, to ``piece``."""
 
 
 class WholeValue(Value):
-    """A value that can be had as a whole tensor, in memory or in a memory map."""
+    """A value that is available as a whole tensor, in memory or in a memory map."""
 
     @abstractmethod
     def reading(self) -> AbstractContextManager[Tensor]:
-        """The whole tensor, for the time of a block."""
+        """Context with the whole tensor."""
 
     def write(self, piece: Tensor, sharding: Sharding, position: int) -> None:
         with self.reading() as whole:

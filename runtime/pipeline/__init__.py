@@ -1,1 +1,1 @@
-"""Running the stages of a pipeline."""
+"""Runs the stages of a pipeline."""

@@ -20,13 +20,13 @@ from ..comm.messages import SMALL
 from ..comm.process_group import new_process_group
 
 Message = list[list[Tensor]]  # for each of a stage's ranks in this process, the values of a crossing
-MessageId = tuple[Crossing, int]  # the microbatch, or ALL for a message that is sent once a step
+MessageId = tuple[Crossing, int]  # with its microbatch, or ALL for a message that is sent once a step
 Types = Sequence[TensorType]
 
 
 @dataclass(slots=True)
 class LocalChannel:
-    """Messages between stages that all live in this process. ``place``: for each stage its rank in the pipeline."""
+    """Messages between stages in one process. ``place``: for each stage its rank in the pipeline."""
 
     messages: dict[MessageId, Message] = field(default_factory=dict)
     place: tuple[int, ...] = ()
@@ -35,7 +35,7 @@ class LocalChannel:
         self.messages[key] = message
 
     def post(self, key: MessageId, types: Types) -> None:
-        """Be ready to receive values of these types: nothing to do."""
+        """Post a receive of values of these types: nothing to do."""
 
     def is_there(self, key: MessageId) -> bool:
         """Whether a message was sent."""
@@ -52,16 +52,16 @@ class LocalChannel:
 class RankChannel:
     """Messages of this rank to and from other stages' ranks, over process groups of the pipeline's ranks.
 
-    From one rank to another they are received in the order in which they were sent. Messages to later ranks and to
-    earlier ranks go in two process groups, so that each direction has a communicator of its own. ``lines``: the ranks
-    of every pipeline of the job, in order; this rank is in one of them, at index ``at``. ``place``: for each stage the
-    index of its rank. ``sent_bytes``: bytes sent to other ranks so far.
+    Between two ranks, messages are received in the order in which they were sent. Messages to later and to earlier
+    ranks have two process groups, so that each direction has a communicator of its own. ``lines``: the ranks of every
+    pipeline of the job, in order; this rank is in one of them, at index ``at``. ``place``: for each stage the index of
+    its rank. ``sent_bytes``: bytes sent to other ranks so far.
     """
 
     def __init__(self, lines: Sequence[Sequence[int]], device: torch.device, axis: str) -> None:
         self.device, self.axis, self.timeout, rank = device, axis, job_timeout(), dist.get_rank()
         self.line = next(line for line in lines if rank in line)
-        # By its own ranks alone: a pipeline may be on a part of the job.
+        # Only its own ranks make the groups: a pipeline may have a part of the job.
         self.process_groups = [new_process_group(self.line) for _ in ("earlier", "later")]
         announce(self)
         self.at = self.line.index(rank)
@@ -71,7 +71,7 @@ class RankChannel:
         self.sent = list[tuple[Any, Tensor, MessageId]]()
 
     def send(self, key: MessageId, message: Message) -> None:
-        """Send to the rank of the target stage; within this rank the message is handed over."""
+        """Send to the rank of the target stage; within this rank hand the message over."""
         target = self.place[key[0].target]
         if target == self.at:
             self.local.send(key, message)
@@ -86,7 +86,7 @@ class RankChannel:
             self._raise_explained(error, key)
 
     def post(self, key: MessageId, types: Types) -> None:
-        """Receive into new tensors; within this rank there is nothing to do."""
+        """Post a receive into new tensors; within this rank there is nothing to do."""
         source = self.place[key[0].source]
         if source == self.at:
             return
@@ -100,7 +100,7 @@ class RankChannel:
         self.posted[key] = works, values, own, flats
 
     def is_there(self, key: MessageId) -> bool:
-        """True for a message of another rank, which ``take`` waits for."""
+        """Whether a message was sent; always true for one of another rank, which ``take`` waits for."""
         return self.place[key[0].source] != self.at or self.local.is_there(key)
 
     def take(self, key: MessageId) -> Message:
@@ -127,7 +127,7 @@ class RankChannel:
         self.sent.clear()
 
     def _raise_explained(self, error: RuntimeError, key: MessageId) -> NoReturn:
-        """Raise an error that says which message it was, and which rank is gone."""
+        """Raise an error that names the message and the rank that is gone."""
         crossing, microbatch = key
         ranks = [self.line[self.place[stage]] for stage in (crossing.source, crossing.target)]
         when = "after the last microbatch" if microbatch == ALL else f"{crossing.part}, microbatch {microbatch}"
@@ -140,7 +140,7 @@ Channel = LocalChannel | RankChannel
 
 
 def _tag(key: MessageId) -> int:
-    """gloo's tag of a message: if orders ever differed, ranks would wait in vain, not mistake one for another."""
+    """gloo's tag of a message: if orders ever differed, ranks would wait in vain, but take no message for another."""
     crossing, microbatch = key
     return ((microbatch + 1) * 256 + crossing.source) * 256 + crossing.target
 

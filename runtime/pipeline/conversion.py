@@ -41,7 +41,7 @@ MakeRunner = Callable[[Program, Comm], PipelineRunner]
 def pipeline_on(
     mesh: Any, pipeline: Pipeline, device: torch.device, zero: Zero | None = None
 ) -> tuple[Conversion, MakeRunner]:
-    """How tensors are converted for a pipeline on a DeviceMesh or on a Mesh's virtual ranks, and its runners."""
+    """The conversion of tensors for a pipeline on a DeviceMesh or a Mesh of virtual ranks, and a factory of runners."""
     if isinstance(mesh, DeviceMesh):
         conversion = PipelineConversion(mesh, pipeline, zero)
         return conversion, conversion.runner
@@ -50,14 +50,14 @@ def pipeline_on(
 
 
 class PipelineConversion(DistributedConversion):
-    """One rank of a job: DTensors are on the mesh of its stage's ranks, which has all axes but the pipeline's."""
+    """One rank of a job: its DTensors are on the mesh of its stage's ranks, which lacks the pipeline's axis."""
 
     def __init__(self, device_mesh: DeviceMesh, pipeline: Pipeline, zero: Zero | None = None) -> None:
         names = device_mesh.mesh_dim_names or ()
         rest = tuple(name for name in names if name != pipeline.axis)
         if rest:
             stage_mesh = device_mesh[rest if len(rest) > 1 else rest[0]]
-        else:  # this rank alone
+        else:  # a stage is one rank
             ranks, named = device_mesh.mesh.tolist(), ("stages", pipeline.axis)
             stages = shared_device_mesh(ranks, (len(ranks), 1), named, device_mesh.device_type)
             stage_mesh = stages[pipeline.axis]
@@ -72,7 +72,7 @@ class PipelineConversion(DistributedConversion):
         share_overflows(self.torch_comm.device_mesh, self.agreement, self.channel.process_groups[0])
 
     def gathered_parameters(self) -> None:
-        """None: stored parameters are gathered once a step."""
+        """None: a pipeline gathers stored parameters once a step."""
 
     def copy(self, tensor: Tensor) -> Tensor:
         """A replicated DTensor with a copy; with offloading, a parameter's copy is in host memory."""

@@ -1,7 +1,7 @@
-"""Microbatches at run time: the ranks of a stage, once for each microbatch.
+"""Microbatches at run time: each rank of a stage stands for one position in each microbatch.
 
 The mesh of a pipeline's program has an axis of microbatches, so that a position is a rank of the stage during one
-microbatch. Ranks exchange values with ranks of the same microbatch only; sums over microbatches are the pipeline's own.
+microbatch. Collectives are among positions of one microbatch; the pipeline itself adds sums over microbatches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..module.conversion import DistributedConverter
 
 
 class MicrobatchComm(LocalCollectives):
-    """The collectives of a stage's ranks during some ``microbatches`` of a program on ``mesh``."""
+    """The collectives of a stage's ranks during the given ``microbatches`` of a program on ``mesh``."""
 
     def __init__(self, comm: Comm, mesh: Mesh, microbatches: Sequence[int]) -> None:
         self.comm, self.mesh = comm, mesh
@@ -36,7 +36,7 @@ class MicrobatchComm(LocalCollectives):
         return self.comm.ranks(axes)
 
     def start(self, kind: str, xs: Tensors, *args: Any, is_own: bool = False, into: Places = ()) -> Results:
-        """Run local kinds here, which depend on the microbatch; start all others among the stage's ranks."""
+        """Run local kinds, which depend on the microbatch, at once; start all others among the stage's ranks."""
         if kind not in LOCAL_KINDS:
             return self.comm.start(kind, xs, *args, is_own=is_own, into=into)
         results: Tensors = getattr(self, kind)(xs, *args)
@@ -62,7 +62,7 @@ class MicrobatchConverter:
         self.time = sharding.on(Mesh(device_ids=None, **{MICROBATCH: comm.mesh.axis_size(MICROBATCH)}))
 
     def to_shards(self, tensor: Tensor) -> list[Tensor]:
-        """The shards of all microbatches; a value that is the same for all of them is one tensor."""
+        """The shards of all microbatches; a value that all of them share is one tensor."""
         positions = self.comm.positions
         if tensor.is_meta:  # a parameter of another rank
             return [tensor] * len(positions)
@@ -75,7 +75,7 @@ class MicrobatchConverter:
         return [pad(shard(whole, self.sharding, i), self.sharding, self.shape, i) for i in positions]
 
     def to_tensor(self, shards: Sequence[Tensor], is_plain: bool) -> Tensor:
-        """The tensor of these shards; on meta where another stage has them."""
+        """The tensor of these shards; on meta if another stage has them."""
         if shards[0].is_meta:
             return torch.empty(self.shape, dtype=shards[0].dtype, device="meta")
         if not self.is_timed:
@@ -93,7 +93,7 @@ class MicrobatchConverter:
         self.inner.write(tensor, shards[:1])
 
     def _joined(self, shards: Sequence[Tensor]) -> Tensor:
-        """The whole tensor of uneven microbatches: each rank puts its shards in their places, then all ranks add."""
+        """The whole tensor of uneven microbatches: each rank puts its shards in place, then all ranks add theirs."""
         whole = shards[0].new_zeros(self.shape)
         for piece, position in zip(shards, self.comm.positions, strict=True):
             where = region(self.sharding, self.shape, position)

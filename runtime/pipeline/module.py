@@ -31,9 +31,9 @@ from .runner import PipelineRunner
 
 
 class PipelineModule(ParallelModule):
-    """A model of which this rank holds some stages: parameters of other ranks are on meta, with names and shapes alone.
+    """A model of which this rank holds some stages; other parameters are on meta, with their names and shapes.
 
-    Until a call reads a parameter all ranks hold it; the ranks that read it then hold it for good.
+    All ranks hold a parameter until a call reads it; from then on only the ranks that read it hold it.
     """
 
     shardc: PipelineRuntime
@@ -41,7 +41,7 @@ class PipelineModule(ParallelModule):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that this rank holds: all of them before the first call is compiled."""
+        """The parameters that this rank holds; before the first call is compiled, all parameters."""
         for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
             if self.shardc.holds(parameter):
                 yield name, parameter
@@ -66,9 +66,9 @@ class PipelineModule(ParallelModule):
 
 
 class PipelineRuntime(ModuleRuntime):
-    """What a rank of a pipeline runs.
+    """The runtime of a rank of a pipeline.
 
-    State, by the name of a parameter: ``_homes``, the pipeline's ranks that hold it, of which the first counts it in
+    State, by the name of a parameter: ``_homes``, the pipeline's ranks that hold it, the first of which counts it in
     norms; ``_stages``, the stages that read it. ``_elsewhere``: the ids of parameters that this rank does not hold.
     """
 
@@ -94,7 +94,8 @@ class PipelineRuntime(ModuleRuntime):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients so that their norm over all parameters of all stages is at most ``max_norm``.
 
-        Every rank of the pipeline calls it; torch's own function sees one rank's stages alone. Returns the norm before.
+        Every rank of the pipeline must call it; torch's own function sees one rank's stages alone. Returns the norm
+        before scaling.
         """
         self._enter_clip(max_norm, norm_type)
         channel = self.conversion.channel
@@ -109,7 +110,7 @@ class PipelineRuntime(ModuleRuntime):
         return total.to(functools.reduce(torch.promote_types, dtypes, torch.float32))
 
     def is_first_home(self, name: str) -> bool:
-        """Whether this rank is on the first rank of the pipeline that holds a parameter; before a call all hold it."""
+        """Whether this rank's index in the pipeline is the first that holds a parameter; before a call that is 0."""
         return self._homes.get(name, (0,))[0] == self.conversion.channel.at
 
     def _new_call(self, request: CallRequest) -> CompiledCall:
@@ -122,7 +123,7 @@ class PipelineRuntime(ModuleRuntime):
         parameters = {name: each for (kind, name), each in tensors_of(self.model) if kind == "parameter"}
         absent = [parameters[name] for name, ranks in self._homes.items() if self.conversion.channel.at not in ranks]
         self._elsewhere |= set(map(id, absent))
-        for each in absent if is_first else ():  # later on an optimizer or a graph may look at them
+        for each in absent if is_first else ():  # later an optimizer or a graph may use them
             assert isinstance(each, DTensor), type(each)
             piece, mesh, shape, stride = local(each).to("meta"), each.device_mesh, each.shape, each.stride()
             on_meta = DTensor.from_local(piece, mesh, each.placements, run_check=False, shape=shape, stride=stride)
@@ -134,7 +135,7 @@ class PipelineRuntime(ModuleRuntime):
         return self._homes.get(name) or runner.readers.get(name)
 
     def _fixed(self, request: CallRequest) -> tuple[Pin, ...]:
-        """Parameters stay in their stages too, whichever stages would be even for a call of other shapes."""
+        """Pin parameters to their stages, too, even if other stages would be better balanced for this call."""
         pins = super()._fixed(request)
         none: frozenset[int] = frozenset()
         stages = [self._stages.get(pin.name, none) if pin.kind == "parameter" else none for pin in pins]
@@ -153,7 +154,7 @@ class PipelineRuntime(ModuleRuntime):
                 )  # fmt: skip
 
     def copied(self, model: nn.Module) -> PipelineRuntime:
-        """The same of a copy of the model; the copy holds what this rank holds."""
+        """The runtime of a copy of the model, which holds the same parameters on this rank."""
         twin = super().copied(model)
         assert isinstance(twin, PipelineRuntime)
         absent, twin._homes, twin._stages = self.absent(), dict(self._homes), dict(self._stages)
@@ -170,11 +171,11 @@ def norm_over_stages(
 ) -> Tensor:
     """The norm of the gradients of all ranks of a stage and of all ranks of the ``pipeline``, in float64.
 
-    Shards are measured where they are stored, also in host memory, and the numbers are reduced on the device. They have
-    one dtype, whatever dtypes stages have, and also where a stage has no gradient.
+    Norms of shards are computed where the shards are stored, which may be host memory, and reduced on the device. Their
+    dtype is float64 on every rank, whatever dtypes its stages have, even if they have no gradient.
     """
     is_max = math.isinf(norm_type)
-    shards: dict[tuple[bool, ...], list[Tensor]] = {}  # by which axes cut them
+    shards: dict[tuple[bool, ...], list[Tensor]] = {}  # by whether each axis cuts them
     for gradient in gradients:
         cut = tuple(not each.is_replicate() for each in gradient.placements)
         shards.setdefault(cut, []).append(local(gradient))

@@ -1,4 +1,4 @@
-"""Offloading: the idle stages of a rank are in host memory, and come to the device before their turn."""
+"""Offloading: the idle stages of a rank are in host memory, and move to the device before their turn."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from .stages import StepValues
 class Offload:
     """Moves the stages of one rank of the pipeline between device and host, in the order of ``turns``.
 
-    Values that share memory move together and share it on the other side. ``parameters``: by stage, the slots of its
+    Values that share memory move together and still share it afterwards. ``parameters``: by stage, the slots of its
     parameters; ``slots``: those of all parameters. Parameters are stored in host memory (``stored``, by slot, for each
-    of the stage's ranks in this process), of which the device gets copies. Other inputs never move: ``fixed`` has their
+    of the stage's ranks in this process), and the device gets copies. Other inputs never move: ``fixed`` has their
     addresses. ``marks``: by stage, the copies to wait for before its turn.
     """
 
@@ -58,7 +58,7 @@ class Offload:
 
         def move(value: Tensor) -> Tensor | OnHost:
             address = value.untyped_storage().data_ptr()
-            is_elsewhere = value.device.type != self.host.device.type  # a seed or a count of steps, on the CPU
+            is_elsewhere = value.device.type != self.host.device.type  # a seed or a step count on the CPU
             if is_elsewhere or address in self.fixed or not value.untyped_storage().nbytes():
                 return value
             if address not in on_host:
@@ -68,7 +68,7 @@ class Offload:
         self._replace(stage, i, Tensor, move)
 
     def _bring_back(self, stage: int, i: int) -> None:
-        """Move a stage's values on its i-th rank to the device, where other stages may have the same parameters."""
+        """Move a stage's values on its i-th rank to the device, where other stages may have copies that it shares."""
         others = (pair for other in self.turns.here if other != stage for pair in self._copies(other, i))
         on_device = {id(memory): _memory_of(copy) for copy, memory in others}
 
@@ -95,9 +95,9 @@ class Offload:
 
 
 def in_place_of_parameters(rows: Sequence[Sequence[Any]], is_on_host: Sequence[bool], host: Host) -> Rows:
-    """A step's results, each in the memory of its owner: in host memory where ``is_on_host``, else on the device.
+    """A step's results in the memory of their owners: in host memory if ``is_on_host``, else on the device.
 
-    A value that all microbatches share is one tensor, and stays one.
+    A value that all microbatches share stays one tensor.
     """
     moved: dict[int, Tensor | None] = {}
     for row in rows:
@@ -119,7 +119,7 @@ def _result(value: Tensor | OnHost | None, to_host: bool, host: Host) -> Tensor 
 
 @dataclass(frozen=True, slots=True)
 class OnHost:
-    """A tensor whose ``memory``, bytes that other tensors may share, is in host memory."""
+    """A tensor in host memory. ``memory``: its bytes, which other tensors may share."""
 
     memory: Tensor
     dtype: torch.dtype
@@ -129,11 +129,11 @@ class OnHost:
 
     @classmethod
     def of(cls, value: Tensor, memory: Tensor) -> OnHost:
-        """The tensor that ``value`` is, in ``memory``, a copy of its memory."""
+        """``value`` in ``memory``, a copy of its memory on the host."""
         return cls(memory, value.dtype, tuple(value.shape), value.stride(), int(value.storage_offset()))
 
     def within(self, memory: Tensor) -> Tensor:
-        """The tensor in a copy of its memory."""
+        """The tensor in ``memory``, which is its memory or a copy of that."""
         start = memory.storage_offset() // self.dtype.itemsize
         empty = torch.empty(0, dtype=self.dtype, device=memory.device)
         return empty.set_(memory.untyped_storage(), start + self.offset, self.shape, self.stride)

@@ -29,9 +29,9 @@ from .stages import StageResults, StageRunner, StepValues
 
 @dataclass(slots=True)
 class StepGradients:
-    """The gradients of a step, a row for each position, for a loss whose own gradient is ``scale``.
+    """The gradients of a step for a loss whose own gradient is ``scale``.
 
-    ``rows`` is None once they are freed.
+    ``rows``: a row for each position; None once they are freed.
     """
 
     rows: Rows | None
@@ -39,13 +39,13 @@ class StepGradients:
 
 
 class PipelineRunner(Runner):
-    """A pipeline ready to run: its forward runs a whole step, and its backward scales the gradients of that step.
+    """Runs a pipeline: its forward runs a whole step, and its backward scales the gradients of that step.
 
-    ``comm``: the collectives of a stage's ranks. ``here``: the pipeline's ranks that this process plays, all of them by
+    ``comm``: the collectives of a stage's ranks. ``here``: the pipeline's ranks in this process, all of them by
     default. ``readers``: for each parameter that is read, the pipeline's ranks whose stages read it. ``trained``: the
     parameters that get gradients.
 
-    Rows of inputs and results are those of the program's positions: for each microbatch the stage's ranks. Nothing is
+    Inputs and results have a row for each position of the program: for each microbatch, the stage's ranks. Nothing is
     kept between steps.
     """
 
@@ -70,7 +70,7 @@ class PipelineRunner(Runner):
         self.host = Host(self.device) if self.pipeline.offload else None
 
     def forward(self, inputs: Sequence[Values], computed: Sequence[Values] | None = None) -> tuple[Rows, StepGradients]:
-        """Run a step: for each position the outputs, parallel to the program's, and the gradients."""
+        """Run a step. Returns for each position the outputs, in the program's order, and the gradients."""
         self.channel.place = self.schedule.place
         scaler = self.pipeline.loss_scale
         scale = 1.0 if scaler is None else float(scaler.get_scale())
@@ -86,7 +86,7 @@ class PipelineRunner(Runner):
         return outputs, StepGradients(gradients, scale)
 
     def _stored_on_host(self, inputs: Sequence[Values]) -> set[fx.Node]:
-        """The parameters that are in host memory. On virtual ranks they stay where the model has them."""
+        """The parameters in host memory. On virtual ranks they stay where the model has them."""
         parameters, columns = set(parameters_of(self.program).values()), zip(*inputs, strict=True)
         values = zip(self.program.placeholders, columns, strict=True)
         return {
@@ -99,7 +99,7 @@ class PipelineRunner(Runner):
     ) -> Rows:
         """The step's gradients times the loss's gradient in ``tangents``; they are freed unless ``keep`` is set.
 
-        That the factor is 1 is seen on the CPU alone: reading it would make the host wait for another device.
+        A factor of 1 is noticed on the CPU alone: reading it from another device would make the host wait.
         """
         if saved.rows is None:
             raise second_backward()
@@ -112,7 +112,7 @@ class PipelineRunner(Runner):
         return [[None if value is None else scaled[id(value)] for value in row] for row in rows]
 
     def with_tangents(self, rows: Sequence[Values], scale: float) -> Rows:
-        """The inputs of all positions, with tangents of ``scale``."""
+        """The inputs of all positions, with ``scale`` as the tangents."""
         tangents = {
             i: torch.full(put.type.shape, scale, dtype=put.type.dtype, device=self.device)
             for i, put in enumerate(self.program.inputs)
@@ -122,10 +122,10 @@ class PipelineRunner(Runner):
 
 
 class ScheduleRun:
-    """One run of the schedule: the values of the step, and messages that are computed and not sent yet (``outbox``).
+    """One run of the schedule: the values of the step, and messages that are computed but not sent yet (``outbox``).
 
-    ``own_sums``: sums by stage, rank and slot that are in memory of their own, so that they may be added to in place.
-    ``offloads``: by rank of the pipeline, what moves its idle stages to host memory.
+    ``own_sums``: sums, as stage, rank and slot, that are in memory of their own and may be added to in place.
+    ``offloads``: for each rank of the pipeline, the offloading of its idle stages.
     """
 
     def __init__(self, runner: PipelineRunner, inputs: Sequence[Values]) -> None:
@@ -137,7 +137,7 @@ class ScheduleRun:
         self.offloads: dict[int, Offload] = {}
 
     def run(self) -> Rows:
-        """Run all actions: for each position the results, parallel to the program's outputs."""
+        """Run all actions. Returns for each position the results, in the order of the program's outputs."""
         for stage in self.runner.stage_runners:
             self.values.of_step[stage] = [self._env(row, is_timed=False) for row in self.inputs[: self.width]]
             self.values.sums[stage] = [{} for _ in range(self.width)]
@@ -157,7 +157,7 @@ class ScheduleRun:
         return self.runner.results.collect(self.values, len(self.runner.comms))
 
     def _env(self, row: Values, is_timed: bool, env: Env | None = None) -> Env:
-        """An env with the inputs of a row that are, or are not, cut over microbatches."""
+        """An env with some inputs of a row: those that are cut over microbatches if ``is_timed``, else the others."""
         env = [None] * len(self.runner.program.graph.nodes) if env is None else env
         for slot, (value, timed) in enumerate(zip(row, self.runner.is_timed, strict=True)):
             if timed == is_timed:
@@ -170,7 +170,7 @@ class ScheduleRun:
         return [self._env(row, True, list(env)) for row, env in pairs]
 
     def _prepare(self, stage: int) -> None:
-        """Compute what all microbatches of a stage share, such as the number of tokens that count."""
+        """Compute the values that all microbatches of a stage share, such as the number of tokens that count."""
         runner, envs, comm = self.runner.stage_runners[stage], self.values.of_step[stage], self.runner.comms[0]
         self._bring_to_device(stage)
         runner.run("once", envs, comm)
@@ -186,7 +186,7 @@ class ScheduleRun:
             offload.take_turn()
 
     def _run_actions(self) -> None:
-        """Run the actions of every rank here in its order; with several ranks, each until it waits for a message."""
+        """Run the actions of the ranks here, each rank's in order; of several ranks, each until it lacks a message."""
         remaining = {rank: iter(self.runner.schedule.actions[rank]) for rank in self.runner.here}
         following = {rank: next(actions, None) for rank, actions in remaining.items()}
         while any(following.values()):
@@ -198,7 +198,7 @@ class ScheduleRun:
             assert not is_stuck, [str(action) for action in following.values()]
 
     def _can_run(self, action: Action) -> bool:
-        """Whether an action need not wait for a message."""
+        """Whether an action can run without waiting for a message."""
         if action.kind not in COMPUTE:
             return True
         expected = self._expected(action.stage, PARTS_OF[action.kind][0], action.microbatch)
@@ -222,7 +222,7 @@ class ScheduleRun:
             self.channel.post((crossing, action.microbatch), types)
 
     def _compute(self, stage: int, microbatch: int, part: Part) -> None:
-        """Run a part of a stage for one microbatch: receive its operands, add to the sums, hand its results over."""
+        """Run a part of a stage for one microbatch: receive operands, run, add to the sums, hand results over."""
         runner = self.runner.stage_runners[stage]
         if part == "forward":
             self.values.of_microbatch[stage, microbatch] = self._microbatch_envs(stage, microbatch)
@@ -237,7 +237,7 @@ class ScheduleRun:
                 message = [[env[slot] for slot in slots] for env in envs]
                 if place[crossing.source] == place[crossing.target]:
                     self.channel.send((crossing, microbatch), message)
-                else:  # the schedule says when it is sent
+                else:  # sent by an action of the schedule
                     self.outbox[crossing, microbatch] = message
         runner.forget(part, envs)
 
@@ -262,13 +262,13 @@ class ScheduleRun:
                     self.own_sums.add((stage, i, total))
 
     def _place_sums(self, stage: int) -> None:
-        """Once sums are complete they are values like others."""
+        """Copy complete sums to the step's values."""
         for env, sums in zip(self.values.of_step[stage], self.values.sums[stage], strict=True):
             for slot, value in sums.items():
                 env[slot] = value
 
     def _reduce(self) -> None:
-        """After the last microbatch: add what several stages have for one sum, and reduce sums over ranks."""
+        """After the last microbatch: add the terms that several stages have of one sum, and reduce sums over ranks."""
         runners, envs = self.runner.stage_runners, self.values.of_step
         for crossing in ways_after(self.runner.stages):
             source = crossing.source

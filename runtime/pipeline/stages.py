@@ -21,10 +21,10 @@ from ..execute.part import Env, PartRunner
 
 @dataclass(slots=True)
 class StepValues:
-    """The values of one step. An env has a slot for each node of the program; there is one for each of a stage's ranks.
+    """The values of one step. Each rank of a stage has an env, with a slot for each node of the program.
 
-    ``of_step``: by stage, the values that are the same for all microbatches. ``of_microbatch``: by stage and
-    microbatch. ``sums``: by stage, sums over microbatches by slot.
+    ``of_step``: by stage, the values that all microbatches share. ``of_microbatch``: by stage and microbatch, the
+    values of one. ``sums``: by stage, for each rank the sums over microbatches by slot.
     """
 
     of_step: dict[int, list[Env]] = field(default_factory=dict)
@@ -32,19 +32,19 @@ class StepValues:
     sums: dict[int, list[dict[int, Tensor]]] = field(default_factory=dict)
 
     def of_stage(self, stage: int, rank: int) -> Iterator[Env | dict[int, Tensor]]:
-        """All that holds values of a stage on one of its ranks."""
+        """All containers of values of a stage on one of its ranks."""
         yield from (self.of_step[stage][rank], self.sums[stage][rank])
         yield from (envs[rank] for (each, _), envs in self.of_microbatch.items() if each == stage)
 
 
 class StageRunner:
-    """The parts of one stage, over envs.
+    """Runs the parts of one stage on envs.
 
     ``leaving`` and ``entering``: for each crossing the slots of its values; ``types``: the local types of those that
     enter. ``parameters``: the slots of the stage's parameters. ``sums[part]``: for each sum over microbatches its slot,
     the slot that the part adds to it, the reduction, and whether the first term may be written to. ``kept[part]``: the
-    slots that later parts of a microbatch read; ``beside[part]``: those that are read right after the part.
-    ``is_eager`` as in ``Executor``.
+    slots that later parts of a microbatch read; ``beside[part]``: the slots that are read right after the part.
+    ``is_eager``: as in ``Executor``.
     """
 
     def __init__(self, stages: Stages, index: int, comm: Comm, is_eager: bool = True) -> None:
@@ -76,17 +76,17 @@ class StageRunner:
         self.parts[part].run(envs, comm)
 
     def forget(self, part: Part, envs: Sequence[Env]) -> None:
-        """Free the values that were read right after a part and are not read again."""
+        """Free the values that are read right after a part and never again."""
         for slot in self.beside[part] - self.kept[part]:
             for env in envs:
                 env[slot] = None
 
 
 class StageResults:
-    """Reads the results of a program off the values of a step.
+    """Collects the results of a program from the values of a step.
 
-    By index of the program's outputs: ``_slots``; ``_home``, for outputs of which every microbatch has a part, the
-    stage that computes them; ``_absent``, a tensor on meta for a model's output that another rank's stage computes.
+    By index of the program's outputs: ``_slots``; ``_home``, the stage that computes an output of which every
+    microbatch has a part; ``_absent``, a tensor on meta in place of a model's output that another rank computes.
     """
 
     def __init__(self, stages: Stages) -> None:
@@ -101,7 +101,7 @@ class StageResults:
         self._count = len(program.results)
 
     def collect(self, values: StepValues, num_microbatches: int) -> Rows:
-        """For each position the results, parallel to the program's outputs.
+        """The results for each position, in the order of the program's outputs.
 
         A result that all microbatches share is one tensor.
         """

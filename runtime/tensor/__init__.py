@@ -1,1 +1,1 @@
-"""Tensors that users hold on real ranks: a rank may have a part, but whatever reads them gives the whole answer."""
+"""Tensors that users hold on real ranks: a rank may store only a part, but every reading gives the whole result."""

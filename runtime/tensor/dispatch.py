@@ -1,11 +1,11 @@
-"""Ops on global tensors: each gives what it gives on one device, computed on pieces where that is enough.
+"""Ops on global tensors: each gives its result on one device, computed on pieces if that is enough.
 
 An op is computed in the first of these ways that fits it:
 
 * on pieces: an elementwise op of a cut tensor with others that are cut alike or whole; an optimizer's op on lists;
 * along dims that are not cut: an op that treats the other dims as a batch;
-* as a reduction over all dims that are cut: of the pieces, then of what all ranks have (``reduction.py``);
-* on wholes: any other op. Cut operands are gathered, and what the op writes is cut again.
+* as a reduction over all cut dims: each rank reduces its piece, then the results of all ranks (``reduction.py``);
+* on wholes: any other op. Cut operands are gathered, and tensors that the op writes are cut again.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from .reduction import REDUCTIONS, DeferredNorm, complete_norms, deferred_norm, 
 aten = torch.ops.aten
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
-Make = Callable[[Tensor, Any], DTensor]  # a global tensor of this rank's piece and a spec
-Way = Callable[[Make, Any, Args, Kwargs], Any]  # NotImplemented if it does not fit
+Make = Callable[[Tensor, Any], DTensor]  # makes a global tensor from this rank's piece and a spec
+Way = Callable[[Make, Any, Args, Kwargs], Any]  # returns NotImplemented if it does not fit
 
-ELEMENTWISE = {  # beside the ops that torch tags as pointwise
+ELEMENTWISE = {  # in addition to the ops that torch tags as pointwise
     aten._to_copy, aten.alias, aten.copy_, aten.detach, aten.empty_like, aten.fill_, aten.full_like, aten.lift_fresh,
     aten.ones_like, aten.zero_, aten.zeros_like,
 }  # fmt: skip
 FUSED = {aten._fused_adagrad_, aten._fused_adam_, aten._fused_adamw_, aten._fused_sgd_}
 NOT_BY_ELEMENT = {f"aten::_foreach_{each}" for each in ("max", "mm", "norm", "powsum")}
 FACTORIES = {aten.new_empty, aten.new_empty_strided, aten.new_full, aten.new_ones, aten.new_zeros}
-ALONG = {  # these have an argument ``dim`` or ``dims``, or work along all
+ALONG = {  # ops with an argument ``dim`` or ``dims``, or along all dims
     aten._log_softmax, aten._softmax, aten.all, aten.amax, aten.amin, aten.any, aten.argmax, aten.argmin, aten.argsort,
     aten.cummax, aten.cummin, aten.cumprod, aten.cumsum, aten.flip, aten.kthvalue, aten.linalg_vector_norm,
     aten.logsumexp, aten.max, aten.mean, aten.median, aten.min, aten.norm, aten.prod, aten.select, aten.slice,
@@ -62,7 +62,7 @@ def dispatch(make: Make, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 @functools.cache
 def _ways(func: Any) -> tuple[Way, ...]:
-    """The ways to try before an op is computed on wholes."""
+    """The ways to try before computing an op on wholes."""
     if not isinstance(func, torch._ops.OpOverload) or any(each.is_out for each in func._schema.arguments):
         return ()
     packet, name, is_pointwise = func.overloadpacket, func._schema.name, torch.Tag.pointwise in func.tags
@@ -85,7 +85,7 @@ def _ways(func: Any) -> tuple[Way, ...]:
 
 
 def on_pieces(make: Make, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """An elementwise op: all operands are cut as the one with the most dims, or as the one that is written."""
+    """An elementwise op: all operands are cut like the one that is written, else like the one with the most dims."""
     is_mutable = _is_mutable(func)
     operands = [each for each in ((*args, *kwargs.values()) if kwargs else args) if isinstance(each, Tensor)]
     if is_mutable:
@@ -113,7 +113,7 @@ def on_pieces(make: Make, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _note_written(tensors: Iterable[Any]) -> None:
-    """Count a write to pieces, which ``x.data`` shares with ``x``: below autograd torch does not."""
+    """Count a write in the versions of pieces, which ``x.data`` shares with ``x``; torch does not below autograd."""
     pieces = [each._local_tensor for each in tensors if isinstance(each, DTensor)]
     increment_version([each for each in pieces if not each.is_inference()])
 
@@ -124,7 +124,7 @@ def _is_mutable(func: Any) -> bool:
 
 
 def _leader(operands: Sequence[Tensor]) -> DTensor:
-    """The operand with the most dims, of those that are cut if there are some."""
+    """The operand with the most dims, preferably a cut one."""
     tensors = [each for each in operands if isinstance(each, DTensor)]
     if len(tensors) == 1:
         return tensors[0]
@@ -132,7 +132,7 @@ def _leader(operands: Sequence[Tensor]) -> DTensor:
 
 
 def _piece(value: Any, spec: Any, shape: Sequence[int], func: Any) -> Any:
-    """The piece of a tensor that is cut as another of this spec and shape; any other value as it is."""
+    """The piece of a tensor, cut like one of this spec and shape; any other value as it is."""
     if isinstance(value, DTensor):
         if value._spec is spec or (is_cut_alike(value._spec, spec) and value.shape == shape):
             return value._local_tensor
@@ -149,7 +149,7 @@ def _broadcasts(shape: Sequence[int], other: Sequence[int]) -> bool:
 
 
 def _like(make: Make, local: Any, spec: Any, shape: Sequence[int]) -> Any:
-    """The results of an elementwise op of a tensor of this spec and shape."""
+    """The results of an elementwise op on a tensor of this spec and shape."""
     if not isinstance(local, Tensor):
         return [_like(make, each, spec, shape) for each in local]
     if local.dtype != spec.tensor_meta.dtype or spec.tensor_meta.shape != shape:
@@ -158,7 +158,7 @@ def _like(make: Make, local: Any, spec: Any, shape: Sequence[int]) -> Any:
 
 
 def on_lists_of_pieces(make: Make, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """An elementwise op on lists: all elements at one place are cut as the one of the first list."""
+    """An elementwise op on lists: the tensors at one index are cut like the one in the first list."""
     leaders = args[0]
     specs = [each._spec if isinstance(each, DTensor) else None for each in leaders]
     if {*map(type, leaders)} & {Tensor, DTensor} and any(
@@ -205,7 +205,7 @@ def along_dims(make: Make, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def reduction(make: Make, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """A reduction over all dims that are cut, and maybe others; the results are whole."""
+    """A reduction over all cut dims, and maybe others; the results are whole."""
     x: Any = args[0] if args else None
     cut, dims = _cut_and_dims(func, x, args, kwargs)
     if cut is None or not cut <= dims:
@@ -218,7 +218,7 @@ def reduction(make: Make, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _cut_and_dims(func: Any, x: Any, args: Args, kwargs: Kwargs) -> tuple[set[int] | None, set[int]]:
-    """The dims of an operand that are cut, None if there are none, and those that an op works along."""
+    """The cut dims of an operand, None if there are none, and the dims that an op works along."""
     cut = cut_dims(x) if isinstance(x, DTensor) else None
     if not cut:
         return None, set()
@@ -233,7 +233,7 @@ def _cut_and_dims(func: Any, x: Any, args: Args, kwargs: Kwargs) -> tuple[set[in
 
 
 def norm(make: Make, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """The norm of all of a cut tensor, whose collective is deferred."""
+    """The norm of a whole cut tensor; its collective is deferred."""
     x = args[0]
     if not cut_dims(x) or len(args) > 2 or kwargs or (deferred := deferred_norm(x, *args[1:])) is None:
         return NotImplemented
@@ -241,7 +241,7 @@ def norm(make: Make, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def norms(make: Make, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """The norms of a list: one op on all pieces, and one collective for all that are cut over the same axes."""
+    """The norms of a list: one op on all pieces, and one collective for all tensors that are cut over the same axes."""
     named = named_arguments(func, args, kwargs)
     tensors, order = named["self"], float(named.get("ord", 2))
     halves = {torch.bfloat16, torch.float16} & {each.dtype for each in tensors}
@@ -274,7 +274,7 @@ def permute(make: Make, func: Any, args: Args, kwargs: Kwargs) -> Any:
         return NotImplemented
     order = func(
         torch.empty(tuple(range(x.ndim)), device="meta"), *args[1:], **kwargs
-    ).shape  # each size says which dim it was
+    ).shape  # each size is the number of its old dim
     local = func(x._local_tensor, *args[1:], **kwargs)
     return make(local, spec_like(x._spec, with_dims(x._spec.placements, order), local, [x.shape[dim] for dim in order]))
 
@@ -291,13 +291,13 @@ def unsqueeze(make: Make, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def factory(make: Make, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """A new tensor of a tensor's dtype, on its device; whole on every rank."""
+    """A new tensor with a tensor's dtype and device; whole on every rank."""
     x = args[0]
     return _whole(make, func(x._local_tensor, *args[1:], **kwargs), x)
 
 
 def unscale(make: Make, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """The check of ``GradScaler``: an overflow in one piece is one on all ranks of the mesh."""
+    """The check of ``GradScaler``: all ranks of the mesh see an overflow in any piece."""
     gradients, *numbers = args
     found, inverse = (whole(each, name_of(func)) if isinstance(each, DTensor) else each for each in numbers)
     func([each._local_tensor if isinstance(each, DTensor) else each for each in gradients], found, inverse)
@@ -307,12 +307,12 @@ def unscale(make: Make, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def random_on_wholes(make: Make, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """A random op: all ranks take what the first rank of the mesh draws."""
+    """A random op: all ranks take the numbers that the first rank of the mesh draws."""
     return on_wholes(make, func, args, kwargs, is_random=True)
 
 
 def on_wholes(make: Make, func: Any, args: Args, kwargs: Kwargs, is_random: bool = False) -> Any:
-    """Any op, on wholes. A result that should be a view of a gathered operand is a copy, to which no one may write."""
+    """Any op, on wholes. A result that would be a view of a gathered operand is a copy; writing to it is an error."""
     tensors = _tensors((*args, *kwargs.values()))
     globals_ = [each for each in tensors if isinstance(each, DTensor)]
     schema: Any = getattr(func, "_schema", None)
@@ -373,7 +373,7 @@ def _written(func: Any, args: Args, kwargs: Kwargs) -> list[Any]:
 
 
 def named_arguments(func: Any, args: Args, kwargs: Kwargs) -> dict[str, Any]:
-    """The arguments of an op by name, but for those that were left out."""
+    """The arguments of an op by name, without those that were left out."""
     return {**{each.name: value for each, value in zip(func._schema.arguments, args, strict=False)}, **kwargs}
 
 
@@ -382,7 +382,7 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
 
 
 def _broadcast(tensors: Sequence[Tensor], mesh: Any) -> None:
-    """Let all ranks of a mesh have what its first rank has."""
+    """Copy the values of a mesh's first rank to all its ranks, in place."""
     for each in tensors:
         dense = each.contiguous()
         for dim in range(mesh.ndim):

@@ -19,18 +19,18 @@ from .reduction import complete_norms
 
 
 class GlobalTensor(DTensor):
-    """A DTensor that reads as the whole tensor on one device, whatever op, method or conversion reads it.
+    """A DTensor that reads like the whole tensor on one device, for all ops, methods and conversions.
 
-    What an op needs of other ranks is communicated, so that all ranks must make the same readings. A tensor without
-    dims is always whole on every rank.
+    Ops communicate to get other ranks' pieces, so that all ranks must make the same readings. A tensor without dims is
+    always whole on every rank.
     """
 
     is_copy = False  # whether it should be a view of a cut tensor, but is a copy
-    label = "a tensor"  # what errors call it
+    label = "a tensor"  # its name in errors
 
     @staticmethod
     def of(tensor: DTensor) -> GlobalTensor:
-        """The same tensor, which passes its gradient on; parts of a sum are added up."""
+        """The same tensor as a GlobalTensor, which passes its gradient on; partial sums are added up."""
         if any(placement.is_partial() for placement in tensor._spec.placements):
             complete = [Replicate() if each.is_partial() else each for each in tensor._spec.placements]
             tensor = tensor.redistribute(placements=complete)
@@ -41,7 +41,7 @@ class GlobalTensor(DTensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Run an op; autograd is above it."""
+        """Run an op, below autograd."""
         return dispatch(new_global_tensor, func, args, kwargs or {})
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
@@ -74,7 +74,7 @@ class GlobalTensor(DTensor):
         return self.full_tensor().__array__(dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """The values if this rank has them all; else the shape and the placements, since printing must not wait."""
+        """The values if this rank has all of them; else shape and placements, since printing must not communicate."""
         if is_whole(self):
             return repr(self._local_tensor)
         what = f"shape={list(self.shape)}, dtype={self.dtype}, placements={tuple(self._spec.placements)}"
@@ -97,14 +97,14 @@ class GlobalTensor(DTensor):
 
     @property
     def data(self) -> Tensor:
-        """The tensor without its gradient, in the same memory; what is written to it counts as written to this one."""
+        """The tensor without its gradient, in the same memory; a write to it counts as a write to this tensor."""
         tensor: Any = Tensor.data.__get__(self)  # type: ignore[attr-defined]
         tensor._local_tensor = self._local_tensor
         return tensor
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Take other values, which are cut as this tensor is."""
+        """Take other values, which are cut like this tensor."""
         if value.shape != self.shape:
             what, problem = f"a tensor of shape {list(value.shape)}", f"the tensor has shape {list(self.shape)}"
             raise ShardingError("x.data = value", what, problem, "give a tensor of the same shape")
@@ -132,18 +132,18 @@ class GlobalTensor(DTensor):
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the whole tensor as a plain one, so that no part passes for it on other ranks or without any."""
+        """Pickle the whole tensor as a plain one, so that no reader mistakes a part for the whole."""
         return self.full_tensor().detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
 
 def new_global_tensor(piece: Tensor, spec: Any) -> GlobalTensor:
-    """A global tensor made without its ``__init__``, which does nothing and costs as much as a small op."""
+    """Make a global tensor without calling ``__init__``, which does nothing and costs as much as a small op."""
     result: Any = GlobalTensor.__new__(GlobalTensor, piece, spec, requires_grad=False)
     return result
 
 
 def _to_dtensor(tensor: GlobalTensor) -> DTensor:
-    """The tensor for torch's own methods."""
+    """The tensor as a DTensor, for torch's own methods."""
     complete_norms()
     if not (torch.is_grad_enabled() and tensor.requires_grad):
         return as_dtensor(tensor)
@@ -152,13 +152,13 @@ def _to_dtensor(tensor: GlobalTensor) -> DTensor:
 
 
 class _Whole(torch.autograd.Function):
-    """The whole of a global tensor as a plain one, whose gradient is cut as the tensor."""
+    """The whole of a global tensor as a plain one, whose gradient is cut like the tensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Any) -> Any:
         ctx.spec, ctx.shape = tensor._spec, tensor.shape
         value = whole(tensor, "full_tensor")
-        return value.view_as(value)  # a new object, since autograd's facts are written to it
+        return value.view_as(value)  # a new object, since autograd writes its metadata to it
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Global tensors made of this rank's piece."""
+"""Makes global tensors from this rank's pieces."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def to_global(
 
 
 class GlobalTensorMaker:
-    """Makes tensors of one sharding and shape; only the spec of the first goes through ``DTensor.from_local``."""
+    """Makes tensors of one sharding and shape. Only the first of a dtype calls the slow ``DTensor.from_local``."""
 
     def __init__(self, sharding: Sharding, shape: tuple[int, ...], device_mesh: DeviceMesh, name: str) -> None:
         self.device_mesh, self.shape = device_mesh, torch.Size(shape)
@@ -34,7 +34,7 @@ class GlobalTensorMaker:
         self._specs: dict[torch.dtype, Any] = {}
 
     def __call__(self, piece: Tensor) -> GlobalTensor:
-        """The tensor of this rank's piece."""
+        """Make the tensor from this rank's piece."""
         if (spec := self._specs.get(piece.dtype)) is None:
             made = DTensor.from_local(
                 piece, self.device_mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride

@@ -1,4 +1,4 @@
-"""Pieces of DTensors: the whole of a tensor from the pieces of all ranks, and this rank's piece of a whole."""
+"""Pieces of DTensors: gathers a whole tensor from the pieces of all ranks, and cuts this rank's piece of a whole."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def is_whole(tensor: DTensor) -> bool:
 
 
 def cut_dims(tensor: DTensor) -> set[int] | None:
-    """The dims that are cut; None if ranks hold parts of a sum."""
+    """The cut dims; None if ranks hold parts of a sum."""
     cut = set()
     for placement in tensor._spec.placements:
         if isinstance(placement, (Shard, _StridedShard)):
@@ -46,7 +46,7 @@ def is_cut_alike(spec: Any, other: Any) -> bool:
 
 
 def whole(tensor: DTensor, op: str) -> Tensor:
-    """The whole of a DTensor as a plain tensor: a collective, unless every rank holds it. ``op``: what needs it."""
+    """The whole of a DTensor as a plain tensor: a collective, unless every rank holds it. ``op``: its reader."""
     if is_whole(tensor):
         return tensor._local_tensor
     enter_reading(tensor, op)
@@ -60,7 +60,7 @@ def as_dtensor(tensor: DTensor) -> DTensor:
 
 
 def piece_of(value: Tensor, spec: Any, shape: Sequence[int]) -> Tensor:
-    """This rank's piece of a whole value, cut as a DTensor of ``shape`` with ``spec``, to which it can be broadcast."""
+    """This rank's piece of a whole value that can be broadcast to ``shape``, cut like a DTensor of that shape."""
     sharding, position = _sharding(spec.mesh, spec.placements, tuple(shape))
     own = sharding.dims[len(shape) - value.ndim :]
     dims = tuple(WHOLE if size == 1 else dim for size, dim in zip(value.shape, own, strict=True))
@@ -88,7 +88,7 @@ def _spec(make: Callable[..., Any], mesh: DeviceMesh, placements: tuple[Placemen
 
 
 def with_dims(placements: Sequence[Placement], dims: Sequence[int]) -> tuple[Placement, ...]:
-    """Placements of a tensor whose dims were these dims of another; -1 is a new dim. No dim that is cut is left out."""
+    """Placements of a tensor whose dim i is dim ``dims[i]`` of another; -1 is a new dim. Has all cut dims."""
     return tuple(each if type(each) is Replicate else _moved(each, dims) for each in placements)
 
 
@@ -100,7 +100,7 @@ def _moved(placement: Any, dims: Sequence[int]) -> Placement:
 
 
 def from_all(value: Tensor, tensor: DTensor, op: str) -> Tensor:
-    """What the ranks that hold different pieces of a DTensor have for ``value``, one row each, as ``op`` needs it."""
+    """All-gather: ``value`` of each rank that holds a different piece of a DTensor, as rows. ``op``: its reader."""
     enter_reading(tensor, op)
     spec = tensor._spec
     ranks = [Replicate() if type(placement) is Replicate else Shard(0) for placement in spec.placements]

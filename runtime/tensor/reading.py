@@ -1,4 +1,4 @@
-"""Readings that send: all ranks come to them together, or all raise an error that names them."""
+"""Readings that communicate: all ranks make them together, or all raise an error that names them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ..agreement.gate import Gate
 
 
 def enter_reading(tensor: DTensor, op: str) -> None:
-    """Come to an op that needs other ranks' pieces of a tensor, with all ranks that have one.
+    """Enter an op that needs other ranks' pieces of a tensor, together with all ranks of its mesh.
 
-    ShardingError on every rank if one of them makes another op, reads another tensor or calls a module.
+    Raises a ShardingError on every rank if one of them makes another op, reads another tensor or calls a module.
     """
     agreement = None if tensor.is_meta else agreement_on(tensor._spec.mesh)
     if agreement is not None:
@@ -21,7 +21,7 @@ def enter_reading(tensor: DTensor, op: str) -> None:
 
 
 def describe(tensor: DTensor) -> str:
-    """``output 'logits' of shape [8, 512], cut over dp``."""
+    """A tensor as text: ``output 'logits' of shape [8, 512], cut over dp``."""
     spec = tensor._spec
     names = spec.mesh.mesh_dim_names or tuple(map(str, range(spec.mesh.ndim)))
     axes = [axis for axis, placement in zip(names, spec.placements, strict=True) if type(placement) is not Replicate]

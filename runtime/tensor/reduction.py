@@ -1,8 +1,7 @@
-"""Reductions of cut tensors: each rank reduces its piece, and every rank reduces what all ranks have.
+"""Reductions of cut tensors: each rank reduces its piece, and then the gathered results of all ranks.
 
-A norm over a whole tensor is deferred: its collective runs once its value is needed, or before any other op on global
-tensors. ``torch.nn.utils.clip_grad_norm_`` takes the norm of one gradient after the other, and all are added by one
-collective.
+A norm over a whole tensor is deferred: its collective runs when its value is needed, or before any other op on global
+tensors. ``torch.nn.utils.clip_grad_norm_`` takes the norm of one gradient after the other; one collective serves all.
 """
 
 from __future__ import annotations
@@ -24,14 +23,17 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """How a cut tensor is reduced. ``on_piece``: a piece, over dims, which may be kept; ``on_rows``: rows of ranks."""
+    """A reduction of a cut tensor. ``on_piece``: reduces a piece, over dims, with or without ``keepdim``.
+
+    ``on_rows``: reduces the results of all ranks, one row each.
+    """
 
     on_piece: Callable[[Tensor, list[int], bool], Tensor]
     on_rows: Callable[[Tensor], Tensor]
 
 
 def reduction_of(packet: Any, x: DTensor, named: Mapping[str, Any], dims: set[int]) -> Reduction | None:
-    """The reduction of an op of a tensor, with arguments by name, over ``dims``; None if it is none."""
+    """The reduction that an op computes of a tensor over ``dims``; None if it is none. ``named``: its arguments."""
     find = REDUCTIONS.get(packet)
     return None if find is None else find(x, named, dims)
 
@@ -85,12 +87,12 @@ def _min(x: DTensor, named: Mapping[str, Any], dims: set[int]) -> Reduction | No
 
 
 def _integers(dtype: torch.dtype) -> tuple[int, int]:
-    """The least and the greatest number of a dtype."""
+    """The smallest and the largest number of a dtype."""
     return (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
 
 
 def _extreme(extreme: Callable[..., Tensor], empty: float, piece: Tensor, dims: list[int], keep: bool) -> Tensor:
-    """The greatest or the least elements; ``empty`` where a rank has none."""
+    """The largest or the smallest elements; ``empty`` if a rank has none."""
     if piece.numel():
         return extreme(piece, dims, keep)
     sizes = [(1 if dim in dims else size) for dim, size in enumerate(piece.shape) if keep or dim not in dims]
@@ -98,7 +100,7 @@ def _extreme(extreme: Callable[..., Tensor], empty: float, piece: Tensor, dims: 
 
 
 def _alone(find: Callable[[DTensor, Mapping[str, Any], set[int]], Reduction | None]) -> Any:
-    """The reduction for the overload of an op that has no argument but the tensor."""
+    """The reduction for the overload of an op whose only argument is the tensor."""
     return lambda x, named, dims: find(x, named, dims) if named.keys() == {"self"} else None
 
 
@@ -144,10 +146,10 @@ REDUCTIONS: Mapping[Any, Find] = {
 
 
 class DeferredNorm(Tensor):
-    """The norm of a cut tensor before its collective; any op on it runs the collective of all norms that wait.
+    """The norm of a cut tensor before its collective; any op on it runs the collectives of all deferred norms.
 
-    ``number``: the norm of this rank's piece, then of the whole. ``order``: 2 for the Euclidean norm. ``tensor``: the
-    cut tensor, None once the norm is that of the whole.
+    ``number``: the norm of this rank's piece, later of the whole. ``order``: 2 for the Euclidean norm. ``tensor``: the
+    cut tensor; None once ``number`` is the norm of the whole.
     """
 
     number: Tensor
@@ -157,7 +159,7 @@ class DeferredNorm(Tensor):
 
     @staticmethod
     def __new__(cls: type, number: Tensor, order: float, tensor: DTensor, dtype: torch.dtype) -> Any:
-        """``dtype``: that of the norm of the whole."""
+        """``dtype``: that of the whole tensor's norm."""
         deferred: Any = torch.Tensor._make_wrapper_subclass(cls, (), dtype=dtype, device=number.device)
         deferred.number, deferred.order, deferred.tensor = number, order, tensor
         _waiting.append(deferred)
@@ -182,7 +184,7 @@ _waiting: list[DeferredNorm] = []
 
 
 def deferred_norm(x: DTensor, order: float = 2) -> DeferredNorm | None:
-    """The norm of all of a cut tensor, deferred; None for an order that is not added up over ranks."""
+    """The deferred norm of a whole cut tensor; None for an order that ranks cannot combine, or an empty tensor."""
     reduction = _norm(x, {"ord": order}, set())
     if reduction is None:
         return None
@@ -191,7 +193,7 @@ def deferred_norm(x: DTensor, order: float = 2) -> DeferredNorm | None:
 
 
 def complete_norms() -> None:
-    """Run the collectives of all norms that wait, one for those that are cut over the same axes."""
+    """Run the collectives of all deferred norms: one for all tensors that are cut over the same axes."""
     if not _waiting:
         return
     waiting = _waiting.copy()

@@ -1,8 +1,8 @@
-"""Tensors in files: the memory is a file that is mapped, and the system keeps as much of it in memory as there is room.
+"""Tensors in files: their memory is a mapped file, of which the system caches as much in memory as there is room for.
 
-A file has no name any more once it is mapped, so that it is gone with the last tensor in it, however the process ends.
-What copies a large tensor to memory or from it calls ``read`` and ``write``, which call the system once: a page that is
-mapped costs more to fault in, and far more to write to, than to copy. Both ways see the same values.
+A file is unlinked once it is mapped, so that it is gone with its last tensor, however the process ends. ``read`` and
+``write`` copy a large tensor from or to a file by one system call: a mapped page costs more to fault in, and far more
+to write to, than to copy. Both ways of access see the same values.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ aten = torch.ops.aten
 LARGE = 2**20  # bytes of a tensor whose file stays open
 DIRECT = getattr(os, "O_DIRECT", 0)
 Transfer = Callable[[int, list[memoryview], int], int]  # os.preadv or os.pwritev
-_descriptors: dict[str, int] = {}  # of the files that are open, by path
+_descriptors: dict[str, int] = {}  # of open files, by path
 
 
 def empty_in(folder: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor of zeros in a file of a folder. ShardingError where there is no such folder, or no room in it."""
+    """A tensor of zeros in a file of a folder. Raises a ShardingError if there is no such folder, or no room in it."""
     numel = prod(shape)
     if not numel:
         return torch.empty(tuple(shape), dtype=dtype)
@@ -46,7 +46,7 @@ def empty_in(folder: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
                 made = torch.from_file(path, shared=True, size=numel, dtype=dtype).view(tuple(shape))
             finally:
                 os.unlink(path)
-            os.posix_fallocate(descriptor, 0, nbytes)  # else a full disk ends the process when a page is written
+            os.posix_fallocate(descriptor, 0, nbytes)  # else a full disk would kill the process when it writes a page
             is_kept = _keep_open(made, descriptor)
             return made
         finally:
@@ -77,10 +77,10 @@ def _close(path: str) -> None:
 
 
 def read(x: Tensor, into: Tensor, is_cached: bool = True) -> Tensor:
-    """Copy a tensor into memory, which is returned.
+    """Copy a tensor to the memory ``into``, and return that.
 
-    ``is_cached``: through the page cache, which keeps what is read again soon. Otherwise past it, which takes a quarter
-    of the processor's time, where the system can do that with this memory and this file.
+    ``is_cached``: go through the page cache, for data that is read again soon. Otherwise bypass it, in a quarter of the
+    processor's time, if the system can do that with this memory and this file.
     """
     descriptor = _descriptor_of(x)
     if descriptor is None or not _are_alike(x, into):
@@ -90,7 +90,7 @@ def read(x: Tensor, into: Tensor, is_cached: bool = True) -> Tensor:
 
 
 def write(x: Tensor, values: Tensor, is_cached: bool = True) -> Tensor:
-    """Copy values from memory into a tensor, which is returned. ``is_cached``: as of ``read``."""
+    """Copy values from memory to a tensor, and return the tensor. ``is_cached``: as for ``read``."""
     descriptor = _descriptor_of(x)
     if descriptor is None or not _are_alike(x, values):
         return x.copy_(values)
@@ -99,7 +99,7 @@ def write(x: Tensor, values: Tensor, is_cached: bool = True) -> Tensor:
 
 
 def is_open(x: Tensor) -> bool:
-    """Whether a tensor is in a file that ``read`` and ``write`` transfer in large blocks."""
+    """Whether a tensor is in an open file, from and to which ``read`` and ``write`` transfer large blocks."""
     return _descriptor_of(x) is not None
 
 
@@ -108,13 +108,13 @@ def _descriptor_of(x: Tensor) -> int | None:
 
 
 def _are_alike(x: Tensor, memory: Tensor) -> bool:
-    """Whether the bytes of one are those of the other."""
+    """Whether both have the same layout in host memory, so that copying bytes copies values."""
     is_plain = all(each.is_contiguous() and not each.is_conj() and not each.is_neg() for each in (x, memory))
     return is_plain and x.shape == memory.shape and x.dtype == memory.dtype and memory.device.type == "cpu"
 
 
 def _transfer(call: Transfer, descriptor: int, memory: Tensor, x: Tensor, is_cached: bool) -> None:
-    """Call the system, which may do less than it is asked, until all bytes of a tensor are transferred."""
+    """Repeat a system call, which may transfer only a part, until all bytes of a tensor are transferred."""
     data, begin = bytes_of(memory), int(x.storage_offset()) * x.itemsize
     done = 0 if is_cached else _transferred_directly(call, descriptor, data, begin)
     while done < len(data):
@@ -124,7 +124,7 @@ def _transfer(call: Transfer, descriptor: int, memory: Tensor, x: Tensor, is_cac
 
 
 def _transferred_directly(call: Transfer, descriptor: int, data: memoryview, begin: int) -> int:
-    """How many bytes were transferred past the page cache: 0 where this memory, file or system does not allow it."""
+    """Transfer bytes past the page cache. Returns their number: 0 if this memory, file or system does not allow it."""
     try:
         direct = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | DIRECT)
     except OSError:
@@ -140,7 +140,7 @@ def _transferred_directly(call: Transfer, descriptor: int, data: memoryview, beg
 
 
 def folder_of(tensor: Tensor) -> str | None:
-    """The folder of the file that a tensor is in; None for one in memory."""
+    """The folder of a tensor's file; None for a tensor in memory."""
     if tensor.device.type != "cpu" or (path := tensor.untyped_storage().filename) is None:
         return None
     return str(Path(path).parent)
@@ -151,9 +151,10 @@ LIKE = (*OF_ZEROS, aten.ones_like, aten.full_like, aten.clone, aten.add)  # ops 
 
 
 def made_beside(func: Any, x: Any, *args: Any, **kwargs: Any) -> Tensor | None:
-    """The result of an op that makes a tensor like one in a file, such as an optimizer's state: in the same folder.
+    """The result, in the same folder, of an op that makes a tensor like one in a file, such as an optimizer's state.
 
-    So is the sum of two tensors in files, such as gradients of two calls. None for any other op or tensor.
+    The sum of two tensors in files of one folder, such as gradients of two calls, is made there too. None for any other
+    op or tensor.
     """
     packet: Any = getattr(func, "overloadpacket", None)
     folder = folder_of(x) if packet in LIKE and isinstance(x, Tensor) else None

@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 class Host:
-    """Copies between a device and host memory. On a CPU both are the same memory, and copies are copies all the same.
+    """Copies between a device and host memory. On a CPU both are the same memory, but still copied.
 
-    On a device with streams, copies run in order on a stream of their own, beside computation: a copy to the device is
-    complete after ``wait``, a copy to the host after ``finish``.
+    On a device with streams, copies run in order on a stream of their own, concurrently with computation: a copy to the
+    device is complete after ``wait``, a copy to the host after ``finish``.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -23,9 +23,9 @@ class Host:
         self.stream: Any = self.module.Stream(device) if self.has_streams else None
 
     def copy_out(self, memory: Tensor, into: Tensor | None = None, is_held: bool = False) -> Tensor:
-        """A copy in host memory, pinned for a device with streams, or in a tensor that is given.
+        """A copy in host memory, pinned for a device with streams, or in the tensor ``into``.
 
-        ``is_held``: the caller holds the memory until it has waited for the copy; then it is free at once.
+        ``is_held``: the caller holds ``memory`` until it has waited for the copy; then it is free at once.
         """
         copy = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=self.has_streams) if into is None else into
         with self._copying(after_computing=True):
@@ -35,7 +35,7 @@ class Host:
         return copy
 
     def copy_back(self, memory: Tensor, into: Tensor | None = None) -> Tensor:
-        """A copy on the device, or in a tensor there that is given, once nothing computes with it."""
+        """A copy on the device, or in the tensor ``into`` there, once earlier computation has finished with it."""
         with self._copying(after_computing=into is not None):
             copy = torch.empty(memory.shape, dtype=memory.dtype, device=self.device) if into is None else into
             copy.copy_(memory, non_blocking=True)

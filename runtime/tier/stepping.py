@@ -1,7 +1,7 @@
-"""Steps of an optimizer while backward goes on: each parameter's as soon as its gradient is there.
+"""Optimizer steps during backward: each parameter is stepped as soon as its gradient is computed.
 
-For parameters in the tier below, where steps and copies take longer than backward itself. The optimizer is the user's
-own; its steps of one parameter after the other are the step of all of them, since they read nothing of each other.
+This is for parameters in the tier below, where steps and copies take longer than backward itself. The optimizer is the
+user's own. Stepping one parameter after the other equals stepping all of them, since steps read no other parameter.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from .blocks import Blocks, part_of, steps_in_blocks
 from .tier import Tier
 from .worker import Worker
 
-# Their steps of a parameter read nothing of others, and need no collective where a parameter is cut.
+# Optimizers whose step of a parameter reads no other parameter, and needs no collective if the parameter is cut.
 ELEMENTWISE = (
     optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW, optim.ASGD, optim.NAdam, optim.RAdam,
     optim.RMSprop, optim.Rprop, optim.SGD,
 )  # fmt: skip
-WORKER = Worker("shardc-step")  # it starts at the first step; a kernel's own threads stay with it
-MOST_WAITING, MOST_BYTES = 2, 2**24  # gradients, each of which is alive until its step is done, or one that is larger
+WORKER = Worker("shardc-step")  # one thread, with which a kernel's own threads stay
+# Gradients that may wait, and their bytes; each is alive until its step is done. A larger one waits alone.
+MOST_WAITING, MOST_BYTES = 2, 2**24
 
 
 class SteppingInBackward:
-    """The steps of an optimizer in one backward, made by a thread. Entered as the block of ``step_in_backward``.
+    """The context of ``step_in_backward``: a thread steps an optimizer during one backward.
 
     State of a block: ``stepped``, a hook on each parameter whose step has begun; autograd calls it if another part of
-    the loss gives that parameter a gradient, which sets ``_is_read_twice``. ``_waiting``: steps that may not be done,
+    the loss gives that parameter a gradient, which sets ``_is_read_twice``. ``_waiting``: steps that may be unfinished,
     with the bytes of their gradients.
     """
 
@@ -55,10 +56,10 @@ class SteppingInBackward:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:  # fmt: skip
-        """Wait for the steps, and step what has a gradient still. After an error nothing more is stepped."""
+        """Wait for the steps, and step parameters that still have a gradient; after an error step nothing more."""
         self._attach(None)
-        WORKER.submit(lambda: None).result()  # once all steps are done, those of blocks around this one too
-        self._blocks = Blocks()  # without memory
+        WORKER.submit(lambda: None).result()  # returns once all steps are done, also those of outer blocks
+        self._blocks = Blocks()  # frees the memory
         waiting, self._waiting = self._waiting, deque()
         for hook in self.stepped:
             hook.remove()
@@ -75,23 +76,23 @@ class SteppingInBackward:
             self.optimizer.zero_grad()
 
     def steps(self, parameter: Tensor) -> bool:
-        """Whether a parameter is stepped as soon as its gradient is there, which nobody else waits for."""
+        """Whether a parameter can be stepped as soon as its gradient is computed: no hook needs the gradient."""
         has_hooks = bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
         return id(parameter) in self._groups and not has_hooks and _is_elementwise(self.optimizer)
 
     def begin_backward(self) -> None:
-        """OrderError in the second backward of a block."""
+        """Raise an OrderError in the second backward of a block."""
         if self.stepped:
             raise _read_twice("a second backward begins in its block, or the loss has two calls of the module")
 
     def check_gradients(self, who: str) -> None:
-        """OrderError for one who reads gradients that are gone."""
+        """Raise an OrderError if ``who`` would read gradients that are gone."""
         if self.stepped:
             what, problem = "in the block of step_in_backward", "gradients are gone once their parameters are stepped"
             raise OrderError(who, what, problem, "leave the block out: backward, clip_grad_norm_, optimizer.step()")
 
     def step(self, parameter: Tensor, gradient: Callable[[], Tensor]) -> None:
-        """Step a parameter once the thread has called for its gradient."""
+        """Let the thread call ``gradient`` and step the parameter; wait first if too many gradients are waiting."""
         self.stepped.append(parameter.register_hook(self._note_gradient))
         nbytes = own_part(parameter).nbytes
         while self._waiting and self._is_full(nbytes):
@@ -99,11 +100,11 @@ class SteppingInBackward:
         self._waiting.append((WORKER.submit(self._step, parameter, gradient), nbytes))
 
     def _is_full(self, nbytes: int) -> bool:
-        """Whether a gradient of so many bytes would be one too many to wait."""
+        """Whether another gradient of ``nbytes`` bytes would be too much to wait."""
         return len(self._waiting) == MOST_WAITING or nbytes + sum(size for _, size in self._waiting) > MOST_BYTES
 
     def _note_gradient(self, gradient: Tensor | None) -> None:
-        """Autograd has a gradient of a parameter that is stepped; None where nobody else gave it one."""
+        """Note autograd's gradient of a stepped parameter; None if no other part of the loss gives it one."""
         self._is_read_twice |= gradient is not None
 
     def _step(self, parameter: Tensor, gradient: Callable[[], Tensor]) -> None:
@@ -111,16 +112,16 @@ class SteppingInBackward:
         parameter.grad = gradient() if before is None else before.add_(gradient())
         self._part.param_groups = [{**self._groups[id(parameter)], "params": [parameter]}]
         step = self._blocks.step if steps_in_blocks(parameter) else type(self.optimizer).step
-        step(self._part)  # not the method that a scheduler of rates has put on the instance
+        step(self._part)  # not the wrapper that a learning-rate scheduler has put on the instance
         parameter.grad = None
 
 
 class Gradients:
-    """Takes the gradients of a program on the ranks of this process, as they come, and steps their parameters.
+    """Takes the gradients of a program on the ranks of this process as they are computed, and steps their parameters.
 
-    ``tier``: where the parameters are; virtual ranks have none. ``parameters``: by index of the program's outputs.
-    ``gradient_of``: makes a gradient of its shards on all ranks. ``totals``: the sums of backwards before, which are
-    part of the gradients. ``takers``: one for each rank.
+    ``tier``: that of the parameters; virtual ranks have none. ``parameters``: by index of the program's outputs.
+    ``gradient_of``: makes a gradient of its shards on all ranks. ``totals``: the sums of earlier backwards, which are
+    part of the gradients. ``takers``: functions that take gradients, one for each rank.
     """
 
     def __init__(self, stepping: SteppingInBackward, tier: Tier | None, parameters: Mapping[int, Tensor],
@@ -131,7 +132,7 @@ class Gradients:
         self.takers, self.totals = [self.take] * count, totals
 
     def take(self, output: int, shard: Tensor) -> None:
-        """Take a rank's shard of a gradient. Ranks come in their order."""
+        """Take a rank's shard of a gradient; ranks call this in order."""
         shards = self._shards.setdefault(output, [])
         shards.append((lambda: shard) if self._tier is None else self._tier.lend(shard))
         if len(shards) == len(self.takers):
@@ -142,22 +143,22 @@ class Gradients:
 
 
 def step_in_backward(module: nn.Module, optimizer: Optimizer) -> SteppingInBackward:
-    """A block in which backward steps the optimizer, for parameters that are in host memory or in files.
+    """Context in which backward steps the optimizer, for parameters that are in host memory or in files.
 
-    Each parameter is stepped as soon as its gradient is there, while backward goes on, and its gradient is gone. What
-    is left when the block ends is stepped then: all of it where the module has no ``Zero(offload=...)``, with Inductor,
-    in pipelines, and by an optimizer that has hooks or whose steps read several parameters. The numbers are those of
-    ``loss.backward(); optimizer.step(); optimizer.zero_grad()``, in whose place the block is.
+    Each parameter is stepped as soon as its gradient is computed, while backward goes on, and its gradient is freed.
+    The other parameters are stepped when the block ends. These are all parameters if the module has no
+    ``Zero(offload=...)``, with Inductor, in pipelines, and for an optimizer that has hooks or whose steps read several
+    parameters. The block replaces ``loss.backward(); optimizer.step(); optimizer.zero_grad()``, with equal results.
 
     Nothing can read gradients after it: clip by value in a hook of each parameter, and use no ``GradScaler``.
 
     Args:
-        module: what ``parallelize`` returned.
-        optimizer: of its parameters, and of others.
+        module: the module that ``parallelize`` returned.
+        optimizer: an optimizer of its parameters, and possibly of others.
 
     Raises:
-        OrderError: in the block, for a second backward, or a loss that has two calls of the module; after it, if
-            another part of the loss reads a parameter that was stepped. The step is not complete then.
+        OrderError: in the block, for a second backward, or a loss with two calls of the module; at its end, if another
+            part of the loss reads a parameter that was stepped. The step is not complete then.
 
     Examples:
         >>> import shardc
@@ -174,7 +175,7 @@ def step_in_backward(module: nn.Module, optimizer: Optimizer) -> SteppingInBackw
 
 
 def _is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's step is one of torch's, as it is but for what schedulers of rates put around it."""
+    """Whether an optimizer's step is an unmodified one of torch's, apart from a learning-rate scheduler's wrapper."""
     own = optimizer.__dict__.get("step")
     is_own = own is not None and getattr(own, "__wrapped__", None) is not type(optimizer).step
     has_hooks = bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)

@@ -1,4 +1,4 @@
-"""The tier below a device's memory, where ``Zero.offload`` and ``saved`` store what nothing computes with."""
+"""The tier below a device's memory, in which ``Zero.offload`` and ``saved`` store idle tensors."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .files import empty_in, folder_of, read, write
 from .host import Host
 from .worker import Worker
 
-TRANSFERRING = Worker("shardc-fetch")  # one for all, in the order in which they submit: it has a stack
+TRANSFERRING = Worker("shardc-fetch")  # one thread for all tiers, since each reserves address space for its stack
 
 
 class Tier:
     """Host memory, or files of a ``folder``, below the memory of a device.
 
-    What is fetched is copied beside computation: on a stream of its own, or where the device is a CPU by a thread.
+    Tensors are fetched during computation: on a stream of its own, or by a thread if the device is a CPU.
     """
 
     def __init__(self, folder: str | None, device: torch.device) -> None:
@@ -39,15 +39,15 @@ class Tier:
         return x.device.type == "cpu" and (self.folder is None or folder_of(x) == self.folder)
 
     def copied(self, x: Tensor) -> Tensor:
-        """A copy in the tier."""
+        """A copy of a tensor in the tier."""
         return x if x.is_meta else write(self.empty(x.shape, x.dtype), x)
 
     def stored(self, x: Tensor) -> Tensor:
-        """The same values in the tier."""
+        """The tensor itself if it is in the tier, else a copy there."""
         return x if self.has(x) else self.copied(x)
 
     def fetch(self, x: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
-        """Start a copy on the device, in a tensor if one is given; returns a function that waits for it."""
+        """Start a copy to the device, to ``into`` if it is given. Returns a function that waits for it."""
         if x.is_meta:
             return lambda: x
         if self._host.has_streams:
@@ -58,12 +58,12 @@ class Tier:
                 return copied
 
             return wait
-        with torch.inference_mode(False):  # it may be kept, and fetched again outside of that mode
+        with torch.inference_mode(False):  # the copy may be kept, and overwritten later outside of that mode
             copy = torch.empty(x.shape, dtype=x.dtype) if into is None else into
         return TRANSFERRING.submit(_copied, copy, x).result
 
     def offload(self, x: Tensor) -> Callable[[], Tensor]:
-        """Start a copy in the tier; returns a function that waits for it. What code that is compiled returns stays."""
+        """Start a copy to the tier. Returns a function that waits for it. Tensors on meta and fake ones stay."""
         if x.is_meta or isinstance(x, FakeTensor):
             return lambda: x
         copy = self.empty(x.shape, x.dtype)
@@ -80,11 +80,11 @@ class Tier:
         return wait
 
     def lend(self, x: Tensor) -> Callable[[], Tensor]:
-        """As ``offload``, of what nobody writes to any more: on a CPU it is the tensor itself."""
+        """Like ``offload``, for a tensor that nobody writes to any more: on a CPU returns the tensor itself."""
         return (lambda: x) if x.device.type == "cpu" else self.offload(x)
 
     def save(self, x: Tensor) -> Callable[[], Tensor]:
-        """Start a copy in the tier for ``restore``; returns a function after which computation may reuse the memory."""
+        """Start a copy to the tier for ``restore``. Returns a function after which computation may reuse the memory."""
         if x.is_meta:
             return lambda: x
         copy = self._empty_like(x)
@@ -95,16 +95,16 @@ class Tier:
         return partial(self._after, self._host.mark(), copy, x)
 
     def restore(self, x: Tensor) -> Callable[[], Tensor]:
-        """As ``fetch``, of what was saved, into memory of the stream that computes: it is free after its last use."""
+        """Like ``fetch``, for a saved tensor, into memory of the computing stream, which is free after its last use."""
         return self.fetch(x, torch.empty_like(x, device=self.device))
 
     def _empty_like(self, x: Tensor) -> Tensor:
-        """Memory in the tier with the strides of a tensor, which kernels of backward may rely on."""
+        """Memory in the tier with a tensor's strides, on which kernels of backward may rely."""
         strides = torch.empty_like(x, device="meta").stride()  # those of a tensor without gaps
         return self.empty(x.shape, x.dtype).as_strided(x.shape, strides)
 
     def _after(self, mark: Any, copy: Tensor, held: Tensor) -> Tensor:
-        """A copy once computation waits for it; the memory that is copied is ``held`` until then."""
+        """Let computation wait for a copy, and return it; ``held`` is the memory that is copied until then."""
         self._host.wait(mark)
         return copy
 
@@ -115,11 +115,11 @@ def _copied(copy: Tensor, x: Tensor) -> Tensor:
 
 
 def tier_of(zero: Zero | None, device: torch.device) -> Tier | None:
-    """The tier that an option names; None where nothing is offloaded."""
+    """The tier that an option names; None if nothing is offloaded."""
     return None if zero is None or zero.offload is None else tier_in(str(zero.to), device)
 
 
 @lru_cache(maxsize=64)
 def tier_in(to: str, device: torch.device) -> Tier:
-    """Host memory, or files of a folder; there is one for all who name it."""
+    """The tier in host memory, or in files of the folder ``to``; equal arguments share one."""
     return Tier(None if to == HOST else to, device)

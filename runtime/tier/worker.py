@@ -1,4 +1,4 @@
-"""A thread that copies or steps beside computation, which a process that is forked has of its own."""
+"""A thread that copies or steps during computation; each forked process has its own."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Result = TypeVar("Result")
 
 
 class Worker:
-    """A thread that calls functions one after the other, in the order in which they are submitted.
+    """A thread that calls functions one after the other, in the order of submission.
 
-    It starts at the first of them. A process that is forked has no threads of the other one, and starts its own.
+    It starts at the first function. A forked process does not inherit threads, and starts its own.
     """
 
     def __init__(self, name: str) -> None:
@@ -25,7 +25,7 @@ class Worker:
     def submit(
         self, function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> Future[Result]:
-        """Let the thread call a function; the future has what it returns."""
+        """Let the thread call a function; the future has its result."""
         return self._executor.submit(function, *args, **kwargs)
 
     def _begin(self) -> None:
