@@ -1,4 +1,4 @@
-"""The front door: compile a model for a mesh, with no process and no device, look at what came out, run or train it."""
+"""The front door: compile a model for a mesh without processes or devices, inspect the result, run or train it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 
 class Compiled(compiler.Compiled):
-    """A compiled model: its programs, and what can be asked of them."""
+    """A compiled model: its programs, and methods to inspect, run and recompile it."""
 
     __slots__ = ()
 
@@ -69,7 +69,7 @@ class Compiled(compiler.Compiled):
         return f"Compiled({text}: {len(self.collectives)} collectives, {bytes_text(sent)} sent by a rank)"
 
     def _repr_html_(self) -> str:
-        """What notebooks show: collectives and memory; ``dump("html")`` is the whole report."""
+        """The display in notebooks: collectives and memory; ``dump("html")`` is the full report."""
         return f"<pre>{escape(repr(self))}\n\n{escape(self.dump(only='collectives,memory'))}</pre>"
 
     @property
@@ -84,14 +84,14 @@ class Compiled(compiler.Compiled):
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes a rank by class: parameters, gradients, optimizer, saved, and the peak with all of these."""
+        """Bytes on one rank by class: parameters, gradients, optimizer, saved and others; and the peak of them all."""
         from shardc.costs.memory import memory_of
 
         return memory_of(self.program)
 
     @property
     def timeline(self) -> Timeline:
-        """A step as it is predicted: when each call and each collective of a rank runs; of a pipeline, of all ranks."""
+        """The predicted timeline of a step: each call and collective of a rank; in a pipeline, of all ranks."""
         from shardc.costs.step_time import step_timeline
 
         return Timeline.of(step_timeline(self.program))
@@ -104,31 +104,31 @@ class Compiled(compiler.Compiled):
         return step_cost(self.program)
 
     def recompile(self, **changes: Any) -> Compiled:
-        """Compile the model again with other arguments of ``shardc.compile``; this program stays as it is.
+        """Compile the model again with some arguments of ``shardc.compile`` changed; this program stays as it is.
 
-        Arguments that are not named stay as they are. The model is captured again, which is most of a compile, for
-        other ``args``, ``kwargs``, ``train``, ``differentiable``, ``precision`` or annotations of modules' outputs, and
-        where it has changed itself.
+        Arguments that are not given keep their values. The model is captured again, which takes most of the time of a
+        compile, if ``args``, ``kwargs``, ``train``, ``differentiable``, ``precision`` or annotations of modules'
+        outputs change, or if the model itself has changed.
 
-        Raises an OptionError for an argument that ``compile`` does not have, else what ``compile`` raises.
+        Raises an OptionError for an argument that ``compile`` does not have, otherwise what ``compile`` raises.
         """
         assert self.request is not None, "compiled by hand"
         known = None if {"args", "kwargs"} & changes.keys() else self
         return _compiled(self.model, _changed(self.request, changes), known)
 
     def dump(self, format: str = "text", only: str = "") -> str:
-        """The program as text, json, dot or html; ``only`` tables by name, or a glob of values and modules.
+        """The program as text, json, dot or html. ``only`` restricts it to some tables, or to some values and modules.
 
-        As ``--only`` has them: ``"collectives,memory"``, ``"blocks.0.*"``.
+        It takes what ``--only`` takes: names of tables, ``"collectives,memory"``, or a glob, ``"blocks.0.*"``.
         """
         from shardc.report.dump.dump import dump
 
         return dump(self, format, only=only)
 
     def explain(self, name: str) -> Explanation:
-        """Why what is named is as it is: a parameter, input, output, module, or a node as the dump prints it.
+        """Explain the sharding of a parameter, input, output or module, or a node by the name that the dump prints.
 
-        Raises a ShardingError, with near names, for a name that nothing has.
+        Raises a ShardingError, with similar names, for an unknown name.
         """
         from shardc.report.explain.explain import explain
 
@@ -137,14 +137,14 @@ class Compiled(compiler.Compiled):
     def advise(self, name: str, tries: int = 12) -> Advice:
         """Changes that would remove a collective, found by at most ``tries`` further compilations.
 
-        Raises a ShardingError, with near names, for a name that no collective has.
+        Raises a ShardingError, with similar names, if no collective has this name.
         """
         from shardc.report.explain.advice import advise
 
         return advise(self, name, tries)
 
     def choices(self) -> dict[str, tuple[Alternative, ...]]:
-        """For each collective, by name, what the compiler chose among there."""
+        """The alternatives that the compiler chose from at each collective, by name."""
         from shardc.report.explain.alternatives import choices
 
         return choices(self)
@@ -152,10 +152,10 @@ class Compiled(compiler.Compiled):
     def simulate(
         self, *args: Any, grad_outputs: Any = None, seed: int = 0, step: int = 0, **kwargs: Any
     ) -> tuple[Any, dict[str, torch.Tensor | None]]:
-        """Run every rank in this process: whole outputs in the model's own containers, and whole gradients by name.
+        """Run every rank in this process; return whole outputs in the model's own containers, whole gradients by name.
 
-        That of an input with the name of a parameter is named ``input:NAME``.
-        ``grad_outputs``: the gradient of each differentiable output, by name; ones where there is none.
+        The gradient of an input that shares its name with a parameter is named ``input:NAME``. ``grad_outputs``: the
+        gradient of each differentiable output, by name; by default ones.
         """
         from shardc.runtime.simulator import simulate
 
@@ -186,7 +186,7 @@ class Compiled(compiler.Compiled):
     def compile_region(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], fixed: tuple[Pin, ...], symbols: Symbols
     ) -> CompiledRegion:
-        """The model compiled as this one was, for a region of sizes of the dims that have symbols."""
+        """Compile the model with the options of this one for a region of sizes of the dims that have symbols."""
         assert self.request is not None
         request = replace(self.request, args=args, kwargs=kwargs, fixed=fixed)
         return compile_region(self.model, request, symbols, type(self))
@@ -239,54 +239,58 @@ def compile(
     No process is started and no device is needed. Example inputs have global shapes.
 
     Args:
-        model: it is left as it was; its parameters may be on meta.
+        model: the model, which is not changed; its parameters may be on meta.
         mesh: a Mesh or a DeviceMesh.
         annotations: ``{pattern: P(...)}``, patterns over names of parameters, buffers, inputs, modules and outputs.
         args: example inputs, by position; meta tensors will do.
         kwargs: example inputs, by name.
-        train: with a backward, from the scalar output or the field ``loss``, else from all outputs.
+        train: compile a backward too. It starts from the field ``loss``, else from the 0-dim outputs, else from all.
         differentiable: further outputs that a gradient may reach, by name.
         zero: see ``Zero``.
         pipeline: see ``Pipeline``.
         precision: see ``Precision``.
         remat: see ``Remat``.
-        bucket: bytes of collectives that are sent together.
-        links: the machine that times are estimated for: ``{"tp": "nvlink", "dp": "ib"}``, ``"nvlink"`` for all axes, a
-            file of ``shardc bench-links`` or a ``Machine``.
-        optimizer: ``adam``, ``adamw``, ``momentum`` or ``sgd``, whose states count as memory and its step as time.
-        attention: how it is computed where positions are cut: in a ``"ring"``, in which keys and values go from rank to
-            rank; with positions whole and heads cut instead (``"ulysses"``), by as many neighbours as heads of keys
-            allow, while keys go round the others; with keys and values whole on every rank (``"gather"``); by default
-            what sends least of the first two and what lies between them. With a mask that is learned they go round,
-            unless it says otherwise.
-        wire: the codecs in which values are sent, ``{"dp": "int8", "tp activations": "bf16"}``: ``"bf16"``, ``"fp16"``,
-            ``"fp8"``, ``"int8"`` or ``"int4"`` by axis, by what is sent (``gradients``, ``parameters``,
-            ``activations``), by a glob over modules and parameters, or by several of these. The key with most words
-            counts, of several the last, and None sends values as they are. Sums are made in float32. ``"1bit"`` and
-            ``"topk:0.01"``, the largest hundredth, are for gradients, unless the key names other contents: what they
-            leave out is added to the next step's.
-        saved: the axes by which values are cut while they are saved for backward, by a glob over the modules that read
-            them, ``{"blocks.*": "tp"}``. Ranks that would all save a value save a piece each, and backward gathers
-            the pieces. The dim is the last that the axes divide; ``P(None, "tp")`` names one. ``"host"`` saves values
-            in host memory, and the absolute path of a folder in files there; backward fetches them one layer ahead.
-            ``("tp", "host")`` saves pieces there. Of several keys the last counts; None saves values whole.
-        momentum: ``Momentum(after=500)`` sends Adam's momentum, in those codecs, in place of gradients (1-bit Adam).
-            Compiled are the steps that do so; ``parallelize`` does others before.
-        overlap: ``"ring"`` computes in chunks the products of a value that is gathered, or whose sum is scattered, as
+        bucket: the size in bytes of buckets of collectives that are sent together; 1 sends each alone.
+        links: the machine for which times are estimated: ``{"tp": "nvlink", "dp": "ib"}``, ``"nvlink"`` for all axes, a
+            file that ``shardc bench-links`` wrote, or a ``Machine``.
+        optimizer: ``adam``, ``adamw``, ``momentum`` or ``sgd``. Its states are counted as memory, its step as time.
+        attention: how attention is computed where positions are cut. ``"ring"``: keys and values go from rank to rank.
+            ``"ulysses"``: neighbouring ranks cut heads in place of positions, as many ranks as the heads of keys allow;
+            keys go round among the groups of neighbours. ``"gather"``: keys and values are whole on every rank. The
+            default is whatever sends the fewest bytes among rings, shared heads and mixtures of both. With a learned
+            mask attention is a ring, unless this option says otherwise.
+        wire: the codecs in which values are sent, ``{"dp": "int8", "tp activations": "bf16"}``. A key names an axis,
+            contents (``gradients``, ``parameters``, ``activations``), a glob over modules and parameters, or several
+            of these. Of the keys that match, the one with the most words applies, and of those the last. Codecs are
+            ``"bf16"``, ``"fp16"``, ``"fp8"``, ``"int8"`` and ``"int4"``; None sends values as they are. Sums are
+            computed in float32. ``"1bit"`` and ``"topk:0.01"``, which sends the largest hundredth, apply to gradients
+            alone unless the key names other contents. What they leave out of a gradient is added to that of the next
+            step.
+        saved: the axes that cut values while they are saved for backward, by a glob over the modules that read them,
+            ``{"blocks.*": "tp"}``. Where ranks would all save the same value, each saves a piece of it, and backward
+            gathers the pieces. The axes cut the last dim that they divide; ``P(None, "tp")`` names a dim. ``"host"``
+            saves values in host memory, and the absolute path of a folder saves them in files there; backward fetches
+            them one layer ahead. ``("tp", "host")`` saves pieces in host memory. Of the keys that match, the last
+            applies; None saves values whole.
+        momentum: ``Momentum(after=500)`` sends Adam's momentum in place of gradients, in the codecs of ``wire`` (1-bit
+            Adam). This compiles the steps that send momentum; ``parallelize`` also runs the steps before them.
+        overlap: ``"ring"`` computes matrix products in chunks where an operand is gathered or the sum is scattered, as
             in sequence parallelism: a rank multiplies one chunk while the next is on its way. ``"auto"`` does so where
-            it is faster on the machine of ``links``. As many bytes are sent; numbers are the same up to rounding.
-        local: ``Local("dc", every=20)`` lets groups of ranks along an axis train by themselves and meet every so many
-            steps (DiLoCo). Compiled is what one group runs; inputs that are cut over the axis have those of all.
-        fixed: shardings that are settled already and stand above annotations.
-        strict: a ShardingError for every op that has no rule and every gather that no annotation asks for.
-        cache: a folder in which what passes make of a captured model is kept, for later processes. It may be shared;
-            nothing in it is run as it is read.
+            it is faster on the machine of ``links``. The bytes sent do not change; numbers agree up to rounding.
+        local: ``Local("dc", every=20)`` lets groups of ranks along an axis train by themselves and meet every 20 steps
+            (DiLoCo). The compiled program is that of one group; example inputs that the axis cuts are those of all
+            groups.
+        fixed: shardings that are already decided and override annotations.
+        strict: raise a ShardingError for every op without a rule, every gather that no annotation asks for, and every
+            annotation without effect.
+        cache: a folder that keeps the compiled programs of captured models for later processes. It may be shared;
+            reading it runs nothing that it contains.
 
     Returns:
         The compiled program: ``collectives``, ``shardings``, ``memory``, ``dump``, ``explain``, ``simulate``.
 
     Raises:
-        ShardingError: for what does not fit in annotations, mesh, inputs or options.
+        ShardingError: for an error in annotations, mesh, inputs or options.
         CaptureError: for a model that cannot be captured.
 
     Examples:
@@ -307,7 +311,7 @@ def compile(
 
 
 def _compile_call(model: nn.Module, *, is_whole_model: bool, **asked: Any) -> Compiled:
-    """A call of a parallel module compiled: of the whole model, or of one of its modules, with what is about that."""
+    """Compile a call of a parallel module: of the whole model, or of one module with the annotations about it."""
     if not is_whole_model:
         if asked["pipeline"] is not None:
             what, problem = "called by itself, in a pipeline", "a pipeline runs the whole model"
@@ -320,7 +324,7 @@ def _compile_call(model: nn.Module, *, is_whole_model: bool, **asked: Any) -> Co
 def _compiled(
     model: nn.Module, request: Request, known: compiler.Compiled | None = None, cache: Cache | None = None
 ) -> Compiled:
-    """The model compiled as requested; ``known``: as it was compiled before, to keep of it what stays the same."""
+    """Compile the model as requested. ``known``: an earlier compilation of it, whose unchanged parts are reused."""
     request.options.check(request.mesh)
     check_model(model)
     check_call(request.args, request.kwargs, request.train, request.differentiable, request.strict)
@@ -332,7 +336,10 @@ def _compiled(
 
 
 def _changed(request: Request, changes: Mapping[str, Any]) -> Request:
-    """A request with other arguments of ``compile``, by name. Raises an OptionError for a name that it lacks."""
+    """The request with some arguments of ``compile`` changed.
+
+    Raises an OptionError for an unknown name, and for another mesh where ``fixed`` has shardings on the present one.
+    """
     options = {each.name for each in fields(Options)} - {"machine"} | {"links"}
     known = sorted({each.name for each in fields(Request)} - {"options"} | options)
     problem = "it takes arguments of shardc.compile, but for the model"
@@ -383,38 +390,40 @@ def parallelize(
     weights: str | os.PathLike[str] | Mapping[str, torch.Tensor] | None = None,
     cache: str | os.PathLike[str] | None = None,
 ) -> ParallelModule:
-    """The model as a module that runs on a mesh; the model itself is left as it was.
+    """Make a module that runs the model on a mesh; the model itself is not changed.
 
-    With a Mesh it runs on virtual ranks in this process and its parameters stay plain; with a DeviceMesh, or with
-    ``runtime="distributed"`` in a job started by torchrun, on torch.distributed, and every parameter is a DTensor.
-    Compiled at once where ``args`` or ``kwargs`` are given, else at the first call, and again for each new signature.
-    Options that are not listed are those of ``compile``. Warns of an axis of the mesh that cuts no work.
+    With a Mesh the module runs on virtual ranks in this process, and its parameters are plain tensors. With a
+    DeviceMesh, or with ``runtime="distributed"`` in a job started by torchrun, it runs on torch.distributed, and every
+    parameter is a DTensor. The module is compiled at once if ``args`` or ``kwargs`` are given, else at the first call,
+    and again for each new signature. Options that are not listed are those of ``compile``. Warns of an axis of the mesh
+    that cuts no work.
 
     Args:
-        model: its parameters and buffers are copied; they may be on meta.
+        model: the model, whose parameters and buffers are copied; they may be on meta.
         mesh: a Mesh, or the DeviceMesh of a job.
         annotations: ``{pattern: P(...)}``, as in ``compile``.
         args: example inputs, by position, to compile at once.
         kwargs: example inputs, by name.
-        runtime: ``"virtual"`` or ``"distributed"``; by default as the mesh is.
+        runtime: ``"virtual"`` or ``"distributed"``; by default the one that fits the mesh.
         compile: ``"inductor"`` compiles forward and backward with Inductor, collectives included.
-        initial: on a DeviceMesh all ranks start from the values of its first rank (``"broadcast"``), of which each is
-            sent what it stores; the models of other ranks may be on meta. ``"check"`` sends nothing, and raises a
-            ShardingError for the first tensor that differs between ranks; ``"trust"`` does not look. DTensors are kept
-            as they are.
-        check: plain inputs are the whole batch, equal on all ranks, whose checksums are compared in every call, in the
-            ``"first"`` of each signature, or ``"never"``.
-        seed: of what the model draws, as dropout does: the same on every mesh, and another in each step of training.
-            ``torch.manual_seed`` does not change it; ``module.seed = 1`` does.
-        weights: the values of a model that may be on meta, a folder of safetensors files as ``save_pretrained`` writes
-            it, or a state dict. On a DeviceMesh each rank reads its shards alone, when the first call is compiled.
-        cache: as in ``compile``. Of the ranks of a job the first one runs passes or reads, and sends what it has.
+        initial: the initial values on a DeviceMesh. ``"broadcast"``: all ranks start from the values of its first rank,
+            each being sent what it stores; the models of other ranks may be on meta. ``"check"`` sends no values, and
+            raises a ShardingError for the first tensor that differs between ranks; ``"trust"`` does not compare.
+            DTensors are kept as they are.
+        check: when to compare the checksums of plain inputs, which are the whole batch and equal on all ranks: in every
+            call (``"always"``), in the ``"first"`` call of each signature, or ``"never"``.
+        seed: the seed of the model's random numbers, such as dropout. They are the same on every mesh, and new in each
+            step of training. ``torch.manual_seed`` does not change them; ``module.seed = 1`` does.
+        weights: values for the model, which may be on meta: a folder of safetensors files, as ``save_pretrained``
+            writes it, or a state dict. On a DeviceMesh each rank reads its own shards alone, when the first call is
+            compiled.
+        cache: as in ``compile``. In a job the first rank reads programs or runs the passes, and sends the result.
 
     Returns:
-        A module with the names, the methods and the attributes of the model; ``program`` is what was compiled last.
+        A module with the names, the methods and the attributes of the model; ``program`` is the program compiled last.
 
     Raises:
-        ShardingError: for a wrong argument; on the ranks of a job for ranks that differ, on each of them.
+        ShardingError: for a wrong argument; in a job also, on every rank, if arguments differ between ranks.
         CaptureError: for a model that cannot be captured.
 
     Examples:
@@ -468,7 +477,7 @@ def parallelize(
 
 
 def _initial_values(model: nn.Module, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """The values that a model on meta initialises some of its tensors with."""
+    """The values that the initialisers of a model on meta give the tensors of these names."""
     from shardc.capture.initial_values import record_initializers
     from shardc.passes.canonicalize.canonicalize import canonicalize
     from shardc.passes.canonicalize.draw_random import name_draws
@@ -488,26 +497,27 @@ def init_parameters(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """Give a model on meta its initial values, each rank its shards only: the same bits on every mesh.
+    """Initialize a model on meta. Each rank computes its own shards only; every mesh gives the same bits.
 
-    Numbers are drawn by a counter, keyed by seed, the parameter's name and the index in it. An initialiser that needs
-    its tensor whole, as ``orthogonal_`` does, makes it whole on every rank, with a warning that names the parameter.
+    Random numbers come from a counter that is keyed by the seed, the parameter's name and the element's index. An
+    initialiser that needs its tensor whole, as ``orthogonal_`` does, makes it whole on every rank, with a warning that
+    names the parameter.
 
     Args:
-        model: one made under ``torch.device("meta")``, whose modules' own initialisers run; or a function that makes a
-            model, whose constructor runs as it is.
-        mesh: on a Mesh parameters come out plain and whole, on a DeviceMesh as DTensors.
-        annotations: a parameter is cut as it is annotated.
-        seed: a whole number; another one draws other values.
+        model: a model made under ``torch.device("meta")``, whose modules' own initialisers run; or a function that
+            makes a model, whose constructor runs as it is.
+        mesh: on a Mesh parameters become plain whole tensors, on a DeviceMesh DTensors.
+        annotations: as in ``compile``; annotated parameters are cut accordingly.
+        seed: a whole number; another seed draws other values.
         initialize: ``initialize(model)`` runs in place of the modules' own initialisers.
-        args: example inputs: parameters are cut as a call with these is compiled, so that what is inferred is cut too.
+        args: example inputs, by position. With them parameters are cut as in a compiled call, inferred cuts included.
         kwargs: example inputs, by name.
 
     Returns:
         The model, for ``parallelize`` to take.
 
     Raises:
-        ShardingError: for values that the constructor wrote on meta and that no initialiser writes.
+        ShardingError: for values that the constructor wrote on meta and that no initialiser writes again.
         CaptureError: for an initialiser whose next op depends on numbers that it drew.
 
     Examples:

@@ -1,8 +1,8 @@
-"""A model compiled for many sizes at once: for a region of the sizes that some dims of its inputs may have.
+"""Compile a model once for a region: many sizes that some dims of its inputs may have.
 
-Passes run on a program in which numbers that follow from sizes know how, up to the last program in global shapes. At
-given sizes it is that program with their values in it; the last pass runs on values, and nothing after it knows
-of symbols.
+Numbers that follow from sizes are symbolic in the captured program. The passes run on it, up to the last program in
+global shapes. A call with given sizes takes that program with plain numbers in place of symbolic ones. The last pass
+runs on plain numbers, and nothing after it knows of symbols.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WITHOUT_SIZES = (type, Mesh, Origin, Source)
 
 @dataclass(frozen=True, slots=True)
 class CompiledRegion:
-    """A model compiled for a region of sizes. ``kind``: the class of what it is at some of them."""
+    """A model compiled for a region of sizes. ``kind``: the class of the compiled model that ``at`` returns."""
 
     captured: Captured
     making: Making
@@ -43,13 +43,13 @@ class CompiledRegion:
 
     @property
     def is_one_call(self) -> bool:
-        """Whether it holds for no other sizes than those that it was compiled for."""
+        """Whether the region has no other sizes than those that it was compiled for."""
         return self.captured.region is None or self.captured.region.is_one_call
 
     def at(self, args: Sequence[Any], kwargs: Mapping[str, Any], signature: Signature) -> Compiled | None:
-        """The compiled model for a call of this signature; None for sizes that are not in the region.
+        """The compiled model for a call of this signature; None for sizes outside the region.
 
-        Its program is verified as one that passes have made. Raises an InternalError where that fails.
+        Its local program is verified. Raises an InternalError if that fails.
         """
         captured, before = self.captured, self.making
         assert captured.region is not None
@@ -68,9 +68,9 @@ class CompiledRegion:
         return self.kind(**{each.name: getattr(compiled, each.name) for each in fields(compiled)})
 
     def agrees(self, compiled: Compiled) -> bool | None:
-        """Whether it is the same at the sizes of a model that was compiled for them alone.
+        """Whether the region gives the program of ``compiled``, which was compiled for its own sizes alone.
 
-        None where they are not in the region, or where prices have chosen another plan for them.
+        None if those sizes are outside the region, or if estimated costs chose another plan for them.
         """
         assert compiled.request is not None
         here = self.at(compiled.request.args, compiled.request.kwargs, compiled.convention.signature)
@@ -82,10 +82,10 @@ class CompiledRegion:
 
 
 def compile_region(model: nn.Module, request: Request, symbols: Symbols, kind: type[Compiled]) -> CompiledRegion:
-    """Compile a model for a region of sizes of the dims that have symbols, in which those of the request are.
+    """Compile a model for a region of sizes of the dims that have symbols. The sizes of the request are in it.
 
-    What prices choose, they choose at those. Raises what ``compile_request`` raises, torch's own errors for ops that
-    cannot have symbolic sizes, and a CaptureError where there can be no region.
+    Choices by cost are made at the sizes of the request. Raises what ``compile_request`` raises, torch's own errors for
+    ops that cannot have symbolic sizes, and a CaptureError for a pipeline and for a program that depends on values.
     """
     if request.options.pipeline:
         raise CaptureError("a region of sizes", "it is asked of a pipeline", "compile a pipeline for each size")
@@ -99,14 +99,14 @@ def compile_region(model: nn.Module, request: Request, symbols: Symbols, kind: t
 
 
 class AtSizes:
-    """Gives values of any kind with numbers in place of what follows from sizes; others are given back themselves."""
+    """Replaces symbolic numbers in values of any kind by their numbers at given sizes."""
 
     def __init__(self, sizes: Sizes) -> None:
         self._sizes = sizes
-        self._known: dict[int, tuple[Any, Any]] = {}  # by identity: a value, which is kept alive, and what it is here
+        self._known: dict[int, tuple[Any, Any]] = {}  # by id: a value, which is kept alive, and its result
 
     def __call__(self, value: Any) -> Any:
-        """A value here."""
+        """The value at these sizes."""
         if isinstance(value, Symbolic):
             return value_at(value, self._sizes)
         if type(value) in (tuple, list, immutable_list):
@@ -118,7 +118,7 @@ class AtSizes:
         return value
 
     def _mapped(self, value: Any) -> Any:
-        """A tuple or list with its entries as they are here."""
+        """A tuple or list with its entries at these sizes; the same object if none changes."""
         entries = [self(entry) for entry in value]
         is_same = all(entry is before for entry, before in zip(entries, value, strict=True))
         return value if is_same else type(value)(entries)
@@ -129,7 +129,7 @@ class AtSizes:
         return self._known[id(value)][1]
 
     def _replaced(self, value: Any) -> Any:
-        """A dataclass with its fields as they are here."""
+        """A dataclass with its fields at these sizes; the same object if none changes."""
         before = {each.name: getattr(value, each.name) for each in fields(value) if each.init}
         after = {name: self(entry) for name, entry in before.items()}
         changed = {name: entry for name, entry in after.items() if entry is not before[name]}
@@ -137,7 +137,7 @@ class AtSizes:
 
 
 def is_same_program(one: Program, other: Program) -> bool:
-    """Whether two programs compute and send the same, node by node, whatever the names of nodes are."""
+    """Whether two programs compute and send the same, node by node. Names of nodes may differ."""
     if (one.inputs, one.outputs) != (other.inputs, other.outputs):
         return False
     return _described(one) == _described(other)

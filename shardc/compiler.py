@@ -1,4 +1,4 @@
-"""The compiler: a model and what was asked of it go in, a program for each rank comes out, as data."""
+"""The compiler: from a model and a request to the program of each rank, as data."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 class Request:
     """The arguments of ``shardc.compile`` without the model: enough to compile it again with a change.
 
-    ``fixed``: shardings of values that stand above every annotation.
+    ``fixed``: shardings of values that override every annotation.
     """
 
     mesh: Mesh
@@ -77,13 +77,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A compiled model, as data; ``shardc.Compiled`` adds what a user asks of it.
+    """A compiled model, as data; ``shardc.Compiled`` adds methods for users.
 
-    ``program``: the last one, in the shapes of one rank. ``after``: the program after capture and after each pass, by
-    name. ``seconds``: how long each of them took. ``request``: what was asked, with example inputs on meta.
-    ``captured``: the model as it was captured, which no pass touches but to bind rules; None where the program was made
-    of one for other sizes. ``rules``: the entries that the table had for its ops, None for one without a rule.
-    ``idle``: an error for each annotation that cuts nothing; None where a cache had the programs.
+    ``program``: the last program, in the shapes of one rank. ``after``: the program after capture and after each pass,
+    by name. ``seconds``: the time that each of them took. ``request``: the arguments of the compilation, with example
+    inputs on meta. ``captured``: the captured model, in which passes do nothing but bind rules; None if the program was
+    made from that of a region of sizes. ``rules``: for each op its entry in the table of rules, None for an op without
+    a rule. ``idle``: an error for each annotation that cuts nothing; None if the programs come from a cache.
     """
 
     model: nn.Module
@@ -108,9 +108,9 @@ class Compiled:
         return self.program.graph
 
     def at(self, name: str | Pass) -> Program:
-        """The program after a pass, which is named or given; ``"capture"`` is the first.
+        """The program after a pass, given by name or as the pass itself; ``"capture"`` is the first program.
 
-        Raises an OptionError, with near names, for a name that no pass has.
+        Raises an OptionError, with similar names, for an unknown pass.
         """
         name = name if isinstance(name, str) else name.__name__
         if name not in self.after:
@@ -120,17 +120,17 @@ class Compiled:
 
     @property
     def whole(self) -> Program:
-        """The last program in global shapes: it has every collective, and is what dump and explain speak of."""
+        """The last program in global shapes. It has every collective; dump and explain describe it."""
         return self.at(WHOLE)
 
 
 class Cache(Protocol):
-    """Keeps what passes make of programs."""
+    """Keeps the programs that passes make."""
 
     def passed(
         self, first: Program, run: Callable[[], tuple[Program, Callable[[], Program]]]
     ) -> tuple[Program, Callable[[], Program]]:
-        """The local program and a function for the last global one, read or run."""
+        """The local program and a function that returns the last global one: from the cache, else from ``run``."""
 
 
 def compile_request(
@@ -138,11 +138,11 @@ def compile_request(
 ) -> Compiled:
     """Capture a model, pin what is annotated, and run the passes.
 
-    ``known``: the model as it was compiled before. Its capture is kept if the request would give the same, and so is
-    what the first passes made of it, as far as they read nothing that has changed. ``cache``: may have what the passes
-    make of it.
+    ``known``: an earlier compilation of the model. Its capture is kept if the request would give the same one, and so
+    are the programs of its first passes, as long as these passes read nothing that has changed. ``cache``: may have the
+    programs already.
 
-    Raises a ShardingError for what the user did wrong, a CaptureError for a model that cannot be captured.
+    Raises a ShardingError for an error of the user's, a CaptureError for a model that cannot be captured.
     """
     making = Making(model, request, is_again=known is not None)
     matched = match_annotations(model, request)
@@ -163,7 +163,7 @@ def compile_request(
 def _from_cache(
     cache: Cache, first: Program, run: Callable[[], Compiled], making: Making, captured: Captured
 ) -> Compiled:
-    """The compiled model, of what a cache has or of passes that ``run``."""
+    """The compiled model, with programs from the cache if it has them, else from ``run``."""
     start, compiled = time.perf_counter(), list[Compiled]()
 
     def passed() -> tuple[Program, Callable[[], Program]]:
@@ -184,10 +184,10 @@ def _from_cache(
 class Making:
     """A model on its way through the compiler.
 
-    State: ``kept``, the programs that later passes do not change, by the name of the pass before them, and functions
-    that make earlier ones; ``seconds`` of each pass; ``unused``, an error for each annotation that says nothing new,
-    and ``idle``, for each that cuts nothing; ``of_groups``, those of which groups of ranks have a part each.
-    ``is_again``: the model was compiled before, and may be once more, with other options.
+    State: ``kept``, by the name of the pass that made it, each program that later passes do not change, or a function
+    that makes it; ``seconds``, the time of each pass; ``unused``, an error for each annotation that says nothing new;
+    ``idle``, an error for each annotation that cuts nothing; ``of_groups``, the annotations of inputs of which each
+    group of ranks has a part. ``is_again``: the model was compiled before, and may be again, with other options.
     """
 
     model: nn.Module
@@ -212,10 +212,11 @@ class Making:
         return self.kept[CAPTURE]
 
     def resume(self, known: Compiled, first: Program) -> Pass | None:
-        """Keep what passes made of the model before, and would make of ``first`` too; returns the last of these passes.
+        """Reuse the programs of ``known`` that the passes would also make from ``first``.
 
-        Until ``UNANNOTATED`` they read, of annotations, those of outputs alone; to cut stages they read everything.
-        Until ``PLACED`` they read everything but options that are ``LATE``.
+        Returns the last pass that need not run again; None if all must. Up to ``UNANNOTATED`` the passes read no
+        annotations but those of outputs; to cut stages they read everything. Up to ``PLACED`` they read everything but
+        the options in ``LATE``.
         """
         before, late = known.at(CAPTURE), {name: getattr(first.options, name) for name in LATE}
         is_same = (before.pins, before.mesh, before.num_stages) == (first.pins, first.mesh, first.num_stages)
@@ -234,7 +235,7 @@ class Making:
         return UNANNOTATED
 
     def run(self, program: Program, after: Pass | None = None, until: Pass = LOCAL) -> Program:
-        """Run all passes, or those after one, up to and including another."""
+        """Run the passes after ``after``, by default all, up to and including ``until``."""
         if after is not None:
             self.seconds = {each.__name__: 0.0 for each in PASSES[: PASSES.index(after) + 1]} | self.seconds
             self.kept[after.__name__] = program
@@ -262,7 +263,7 @@ class Making:
             *idle_axis_notes(whole),
             *map(note_of, (*self.unused, *self.idle)),
         )
-        for name in (WHOLE.__name__, LOCAL.__name__):  # those that people look at
+        for name in (WHOLE.__name__, LOCAL.__name__):  # the programs that people look at
             kept[name] = replace(kept[name], notes=(*kept[name].notes, *notes))
         request = replace(self.request, **_on_meta(self.request))
         return Compiled(
@@ -272,12 +273,12 @@ class Making:
 
 
 def _entries(*programs: Program) -> dict[Any, OpRule | None]:
-    """What the table of rules has for the ops of some programs."""
+    """The entry in the table of rules for each op of some programs, None for an op without a rule."""
     return {target: op_rule(target) for target in {node.target for program in programs for node in program.calls}}
 
 
 def match_annotations(model: nn.Module, request: Request) -> Matched:
-    """The names that each pattern means. Raises a ShardingError for a pattern that means none, or too much."""
+    """The values that each pattern matches. Raises a ShardingError for a pattern that matches none or several kinds."""
     local, mesh = request.options.local, request.options.stage_mesh(request.mesh)
     matched = match(request.annotations, model, request.args, request.kwargs, mesh)
     return matched if local is None else within_group(matched, local.axis)
@@ -286,17 +287,17 @@ def match_annotations(model: nn.Module, request: Request) -> Matched:
 def capture_model(model: nn.Module, request: Request, matched: Matched, symbols: Symbols | None = None) -> Captured:
     """The joint graph of the model, with annotations of module outputs in it. Raises a CaptureError.
 
-    ``symbols``: for dims of inputs that may have other sizes.
+    ``symbols``: the symbols of input dims that may have other sizes.
     """
     args, kwargs = call_of_group(model, request)
     return capture(model, args, kwargs, **_about_capture(request, matched), symbols=symbols)
 
 
 def keep_capture(known: Compiled, model: nn.Module, request: Request, matched: Matched) -> Captured:
-    """The capture of a compiled model; another one if request or model differ in what a capture depends on.
+    """The capture of a compiled model; a new one if the request or the model has changed in what a capture depends on.
 
-    Its rules are unbound where the table has other ones by now. Raises a CaptureError where another capture needs
-    values of inputs, which the request of a compiled model has not.
+    If the table of rules has changed, the kept capture has its rules unbound. Raises a CaptureError if a new capture
+    needs values of inputs, which the request of a compiled model does not have.
     """
     captured = known.captured
     if captured is None:
@@ -315,7 +316,7 @@ def keep_capture(known: Compiled, model: nn.Module, request: Request, matched: M
 
 
 def call_of_group(model: nn.Module, request: Request) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """The example inputs of one group of ranks, where groups train by themselves."""
+    """The example inputs of one group of ranks, if groups train by themselves; else those of the request."""
     local, mesh = request.options.local, request.mesh
     if local is None or mesh.axis_size(local.axis) == 1:
         return request.args, request.kwargs
@@ -339,7 +340,7 @@ def resolve_pins(captured: Program, request: Request, matched: Matched) -> tuple
 
 
 def first_program(captured: Program, request: Request, pins: tuple[Pin, ...]) -> Program:
-    """The captured program with mesh, options and pins: what the first pass takes."""
+    """The captured program with mesh, options and pins: the input of the first pass."""
     options, notes = request.options, captured.notes
     if options.local is not None:
         options = replace(options, local=options.local.among(request.mesh))

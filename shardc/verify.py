@@ -4,11 +4,11 @@ It compares outputs and every gradient in float64 and in float32, as max|a-b| / 
 the canonical program whole. The eager model runs with its random ops off. In float64, explicit casts to float32, such
 as those of losses and norms in transformers, become casts to float64 in every program.
 
-Some models magnify the rounding of float32, such as deep ones with batch norms of few images. Where float32 on one
-device is off by more than the tolerance already, four times that distance is allowed, and the output says so.
+Some models magnify the rounding of float32, such as deep ones with batch norms of few images. If float32 on one device
+alone exceeds the tolerance, four times its error is allowed, and the output says so.
 
-With the option ``wire``, nodes that encode and decode run, but codes are the values themselves: what is compared is the
-plan, and not the error of a codec. With ``local`` one group of ranks is compared, on its part of the batch.
+With the option ``wire``, nodes that encode and decode run, but codes are the values themselves. So the plan is checked,
+and not the error of a codec. With ``local`` one group of ranks is compared, on its part of the batch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from shardc.wire import VALUES
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 NUM_ROUNDINGS = 4  # two programs round, each in its own order
-LOOSEST = 1e-3  # where that is more, float32 says nothing, and the plain tolerance stands
+LOOSEST = 1e-3  # beyond this allowance float32 proves nothing, and the plain tolerance applies
 Check = Literal["sharded against single device", "single device against eager"]
 Values = Mapping[str, Tensor | None]  # by "output NAME" and "gradient NAME"
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -49,9 +49,10 @@ Progress = Callable[[str], AbstractContextManager[None]]
 class Difference:
     """The distance of a tensor from its expected value: ``difference`` is max|a-b| / max(1, max|b|).
 
-    ``rounding``: how far float32 is off, by the same measure: one device from float64, or both from each other as far
-    as they are in float64, in units of float32; 0 in float64. ``tolerance``: that of the dtype, or ``NUM_ROUNDINGS``
-    times the rounding, where that is more.
+    ``rounding``: the error of float32, by the same measure: the distance of one device from its value in float64, or
+    that of the two compared tensors in float64, scaled to the precision of float32, if that is more. It is 0 in
+    float64. ``tolerance``: that of the dtype, or ``NUM_ROUNDINGS`` times the rounding, if that is more and at most
+    ``LOOSEST``.
     """
 
     check: Check
@@ -68,7 +69,7 @@ class Difference:
 
     @property
     def is_rounding(self) -> bool:
-        """Whether it is small only because float32 is off on one device, too."""
+        """Whether it is small only because float32 is inexact on one device, too."""
         return self.is_small and self.difference > TOLERANCES[getattr(torch, self.dtype)]
 
 
@@ -93,7 +94,7 @@ def verify(
     given = dict(options or {})
     if given.get("wire"):
         given["wire"] = {key: codec and VALUES.name for key, codec in given["wire"].items()}
-        given["momentum"] = None  # which has no meaning without codes
+        given["momentum"] = None  # it has no meaning without codes
     exact: dict[tuple[Check, str], _Exact] = {}
     for dtype in TOLERANCES:
         copied = _in_dtype(copy.deepcopy(model, computed_tensors(model)), dtype)
@@ -123,15 +124,16 @@ def _converted(
 
 
 class _Exact(NamedTuple):
-    """A tensor that is expected in float64, and the distance of the compared one there."""
+    """The expected tensor in float64, and the distance of the compared tensor from it."""
 
     expected: Tensor | None
     distance: float
 
     def rounding(self, expected: Tensor | None) -> float:
-        """How far float32 is off: the expected tensor from that in float64, or the two as far as in float64.
+        """The error of float32: the larger of two distances.
 
-        The latter is counted in units of float32, since both programs do the same in both dtypes.
+        One is that of the expected tensor from its value in float64. The other is that of the two tensors in float64,
+        scaled to the precision of float32, since both programs do the same in both dtypes.
         """
         units = torch.finfo(torch.float32).eps / torch.finfo(torch.float64).eps
         if expected is None or self.expected is None or not expected.is_floating_point():
@@ -141,7 +143,7 @@ class _Exact(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A model and its inputs in one dtype. ``exact``: what was found in float64, where the same numbers are drawn."""
+    """A model and its inputs in one dtype. ``exact``: the results in float64, where random numbers are the same."""
 
     model: nn.Module
     mesh: Mesh
@@ -155,7 +157,7 @@ class _Run:
     exact: dict[tuple[Check, str], _Exact]
 
     def differences(self, watch: Callable[[Compiled], None]) -> Iterator[Difference]:
-        """Ranks and the single device draw the same numbers; against eager nothing is drawn."""
+        """The differences of both checks. In the first both sides draw the same numbers; in the second none draws."""
         compiled = self._compile(self.model)
         watch(compiled)
         assert compiled.request is not None
@@ -189,7 +191,7 @@ class _Run:
         return f"{local.group_mesh(self.mesh).size} virtual ranks of one group"
 
     def _between(self, check: Check, values: Values, expected: Values) -> Iterator[Difference]:
-        """The differences of what a check names first from what it names second."""
+        """The differences of ``values`` from ``expected``, which are the two sides of a check."""
         for name in dict.fromkeys([*expected, *values]):
             reference = expected.get(name)
             distance = difference(values.get(name), reference)
@@ -257,7 +259,7 @@ KERNELS: Functions = {getattr(place, name): _grouped_mm for place, name in GROUP
 
 
 class _Float64Casts(TorchFunctionMode):
-    """The dtype float32 of every call of torch becomes float64, and functions are replaced by others."""
+    """Replaces float32 by float64 in the arguments of every call of torch, and some functions by others."""
 
     def __init__(self, replaced: Functions) -> None:
         super().__init__()
@@ -284,7 +286,7 @@ def _casting_to(dtype: torch.dtype, replaced: Functions = CASTS) -> Iterator[Non
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Set torch's default dtype in the block: that of a whole number plus 0.5, in a program too, when it runs."""
+    """Set torch's default dtype in the block. It is the dtype of an integer tensor plus 0.5, also as a program runs."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

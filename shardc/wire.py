@@ -1,8 +1,8 @@
 """The ``wire`` option: the codec in which the values of a collective are sent.
 
-A codec writes floating-point values in fewer bytes. Its error is that of rounding: each rank that sends a value
-encodes it, and each rank that receives it decodes it and computes on, sums in float32. Of gradients, ``1bit`` and
-``topk`` send what they left out before as well (error feedback).
+A codec writes floating-point values in fewer bytes, with a rounding error. A rank encodes each value that it sends. A
+rank that receives codes decodes them and computes with the values, sums in float32. Of gradients, ``1bit`` and ``topk``
+also send what they left out before (error feedback).
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ CONTENTS = (GRADIENTS, PARAMETERS, ACTIVATIONS)  # what a collective may carry
 class Codec:
     """A way to write floating-point values in fewer bytes.
 
-    ``bits``: of an element. ``block``: the number of elements that go together; no block has elements of two tensors.
-    ``error``: the root mean square error of normally distributed values, as a part of their own root mean square.
-    ``header``: the bytes of a block besides those of its elements: its scale, a float32, or the elements that are kept;
-    0 where elements are codes by themselves. ``has_feedback``: what it leaves out of a gradient is added to the next.
+    ``bits``: bits per element. ``block``: the number of elements that are encoded together; no block has elements of
+    two tensors. ``error``: the root mean square error of normally distributed values, relative to their root mean
+    square. ``header``: the bytes of a block besides those of its elements: its scale, a float32, or the elements that
+    are kept; 0 if each element is a code by itself. ``has_feedback``: what it leaves out of a gradient is added to the
+    next one.
     """
 
     name: str
@@ -44,15 +45,15 @@ class Codec:
 
     @property
     def block_length(self) -> int:
-        """The elements of the codes of a block: bytes, or without a header as many as the values."""
+        """The number of elements in the codes of a block: that of its bytes, or without a header that of its values."""
         return self.header + self.block * self.bits // 8 if self.header else self.block
 
     def length(self, numel: int) -> int:
-        """The elements of the tensor of codes of so many values."""
+        """The number of elements in the tensor of codes of ``numel`` values."""
         return ceil_div(numel, self.block) * self.block_length
 
     def nbytes(self, numel: int) -> int:
-        """The bytes of the codes of so many values, the last block filled up."""
+        """The bytes of the codes of ``numel`` values, the last block padded."""
         return self.length(numel) * (1 if self.header else self.bits // 8)
 
 
@@ -67,7 +68,7 @@ CODECS = {
         Codec("1bit", 1, 256, 6.02e-1, SCALE, has_feedback=True),
     )
 }
-VALUES = Codec("values", 32, 256, 0.0)  # as they are, in one step of a sum whose further steps send codes in blocks
+VALUES = Codec("values", 32, 256, 0.0)  # unchanged values, in a step of a sum whose further steps send codes in blocks
 TOPK, TOPK_BLOCK = "topk", 256
 MOST_KEPT = 0.5  # part of the elements
 KEPT = 3  # bytes of an element that is kept: its place in the block, and its value as bf16
@@ -76,7 +77,7 @@ Wire = Mapping[str, str | None]
 
 
 def codec_named(name: str) -> Codec:
-    """The codec of a name that an option or a program has."""
+    """The codec of a name from an option or a program, which must exist."""
     found = find_codec(name)
     assert found is not None, name
     return found
@@ -104,9 +105,9 @@ def is_codec(name: Any) -> bool:
 
 
 def key_of(wire: Wire, axis: str, content: str, paths: Collection[str]) -> str | None:
-    """The key for what is sent over an axis: the one with most words, of several the last; None for none.
+    """The key that applies to what is sent over an axis: of those that match, the last with the most words, or None.
 
-    ``content``: one of ``CONTENTS``. ``paths``: the modules and parameters that it belongs to.
+    ``content``: what is sent, one of ``CONTENTS``. ``paths``: the modules and parameters that it belongs to.
     """
 
     def holds(word: str) -> bool:
@@ -122,7 +123,7 @@ def is_glob(word: str) -> bool:
 
 
 def wire_on(wire: Wire | None, axes: Collection[str]) -> Wire | None:
-    """The entries that have a meaning on a mesh with these axes; None where there is none."""
+    """The entries that have a meaning on a mesh with these axes; None if no entry has."""
     known = (*axes, *CONTENTS)
     kept = {
         key: name for key, name in (wire or {}).items() if all(is_glob(word) or word in known for word in key.split())
@@ -131,7 +132,7 @@ def wire_on(wire: Wire | None, axes: Collection[str]) -> Wire | None:
 
 
 def check_wire(wire: Any, mesh: Mesh) -> None:
-    """Raise an OptionError for all entries of the option that have no meaning on a mesh."""
+    """Raise an OptionError that lists all entries of the option that have no meaning on the mesh."""
     if not isinstance(wire, Mapping):
         example = f"{{{mesh.axis_names[0]!r}: {wire!r}}}" if is_codec(wire) else "{'dp': 'int8'}"
         problem = "it maps axes, or what is sent, to codecs"

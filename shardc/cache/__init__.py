@@ -1,1 +1,1 @@
-"""What passes have made of programs, in a folder: one process runs them, and the next one reads."""
+"""The cache: compiled programs in a folder. One process runs the passes, and the next one reads the result."""

@@ -1,6 +1,6 @@
-"""The cache: a folder with a file for what passes make of each program; of the ranks of a job the first one runs them.
+"""The cache: a folder with a file of compiled programs for each captured one; in a job the first rank runs the passes.
 
-A model is captured in every process, so that a program is found by what the model computes, whatever its code reads.
+Every process captures the model itself. So a program is found by what the model computes, whatever its code reads.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from shardc.language.errors import OptionError, error_text
 from shardc.program.program import Program
 from shardc.program.user_rules import has_user_rules
 
-CHECKSUM = 32  # bytes of a SHA-256, before what it is of
-SIZE = 8  # bytes of the size of the first part
-Passed = tuple[Program, Callable[[], Program]]  # the program that ranks run, and that before the last pass
+CHECKSUM = 32  # bytes of a SHA-256, in front of the data
+SIZE = 8  # bytes that hold the size of the first part
+Passed = tuple[Program, Callable[[], Program]]  # the program that ranks run, and the one before the last pass
 
 
 class Ranks(Protocol):
-    """The ranks of a job: ``index`` of this one, and the exchange of a message with all others."""
+    """The ranks of a job. ``index``: that of this rank."""
 
     index: int
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """The bytes that every rank passes."""
+        """Send bytes to all ranks, and return the bytes of every rank."""
 
 
 @dataclass(frozen=True)
 class Cache:
-    """What passes have made of programs, in a folder, which is made.
+    """Compiled programs in a folder, which is created.
 
-    ``ranks``: those that ask for the same at once. The first one reads or runs passes, and sends what it has; where
-    their programs differ, each does it alone.
+    ``ranks``: the ranks that ask for the same program at once. The first rank reads it or runs the passes, and sends
+    the result. If their programs differ, each rank works alone.
     """
 
     folder: Path
@@ -54,7 +54,7 @@ class Cache:
             raise OptionError(f"cache={str(self.folder)!r}", "it is no folder", str(error), remedy) from error
 
     def passed(self, first: Program, run: Callable[[], Passed]) -> Passed:
-        """What passes make of a program: read from its file, or made by ``run``, and then written."""
+        """Return the compiled programs from the cache; on a miss call ``run`` and store its result."""
         key, ranks = self._key(first), self.ranks
         is_together = ranks is not None and len(set(ranks.exchange(key.encode()))) == 1
         if not key:
@@ -72,7 +72,7 @@ class Cache:
         return found
 
     def _key(self, first: Program) -> str:
-        """The key; none for a program that is not kept, or whose plan may depend on rules that are not shardc's."""
+        """The key; empty for a program that cannot be packed, or whose plan may depend on rules of users."""
         try:
             return "" if has_user_rules() else key_of(first)
         except NotPackedError:
@@ -82,7 +82,7 @@ class Cache:
         return self.folder / f"{key}.shardc"
 
     def _read(self, key: str) -> bytes:
-        """What the file of a key holds; nothing where there is none, or one that is damaged."""
+        """The content of a key's file; empty if there is none, or if it is damaged."""
         try:
             data = self._path(key).read_bytes()
         except OSError:
@@ -91,7 +91,7 @@ class Cache:
         return text if hashlib.sha256(text).digest() == data[:CHECKSUM] else b""
 
     def _loaded(self, text: bytes) -> Passed | None:
-        """The programs that a file holds; None for one that holds nothing, or anything else."""
+        """The programs in the content of a file; None if it is empty or holds anything else."""
         if not text:
             return None
         end = SIZE + int.from_bytes(text[:SIZE], "big")
@@ -104,7 +104,7 @@ class Cache:
             return None
 
     def _write(self, key: str, text: bytes) -> None:
-        """Write a file at once, so that no process reads a part of one."""
+        """Write a file atomically, so that no process reads a part of it."""
         if not text:
             return
         try:
@@ -117,7 +117,7 @@ class Cache:
 
 
 def _text(passed: Passed) -> bytes:
-    """What a file holds of programs; nothing where they cannot be kept."""
+    """The content of a file for these programs; empty if they cannot be packed."""
     local, whole = passed
     try:
         part = pack_program(local)

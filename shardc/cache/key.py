@@ -24,7 +24,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.device, *OF_TO
 
 
 def key_of(program: Program) -> str:
-    """The key of what the passes make of a program. Raises a NotPackedError for one that holds what is no data."""
+    """The key of a program's result in the cache. Raises a NotPackedError for a program that holds more than data."""
     digests = _Digests({node: i for i, node in enumerate(program.graph.nodes)})
     nodes = [_node(program, node) for node in program.graph.nodes]
     return digests.of([_versions(), program.own_fields, nodes]).hex()
@@ -36,14 +36,14 @@ def _node(program: Program, node: fx.Node) -> list[Any]:
 
 
 class _Digests:
-    """Digests of values, each computed once. ``nodes``: the place of each node, which stands for it."""
+    """Digests of values, each computed once. ``nodes``: the index of each node, which stands for it."""
 
     def __init__(self, nodes: Mapping[fx.Node, int]) -> None:
         self.nodes = nodes
         self._known: dict[int, tuple[Any, bytes]] = {}  # by id, with the value, which is kept alive
 
     def of(self, value: Any) -> bytes:
-        """The digest of a value: of its type and what it holds."""
+        """The digest of a value's type and contents."""
         kind = type(value)
         if kind in PLAIN:
             return _hashed([kind.__name__.encode(), repr(value).encode()])
@@ -73,7 +73,7 @@ class _Digests:
 
 @cache
 def _versions() -> tuple[Any, ...]:
-    """Versions of Python and torch, and all code of shardc."""
+    """The versions of Python and torch, and a digest of all code of shardc."""
     paths = [Path(folder, name) for folder, _, names in os.walk(PACKAGE, followlinks=True) for name in names]
     texts = [path.read_bytes() for path in sorted(paths) if path.suffix == ".py"]
     return platform.python_version(), str(torch.__version__), _hashed(texts)

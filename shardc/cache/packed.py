@@ -1,7 +1,7 @@
 """A program as bytes, and back.
 
-Nothing in the bytes is run as they are read: they name no function but ops, which must be torch's or shardc's own or
-registered in this process, and make no objects but tuples, dicts, numbers and dataclasses of shardc.
+Reading the bytes runs nothing that they contain. They name no function but ops, which must be torch's, shardc's own or
+registered in this process. They make no objects but tuples, dicts, numbers and dataclasses of shardc.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from shardc.program.program import Program
 from shardc.program.provenance import Origin
 
 OF_TORCH = (torch.dtype, torch.memory_format, torch.layout)
-ROOMS = ("language", "ops", "options", "passes", "program", "schedules")  # of functions and facts of programs
+ROOMS = ("language", "ops", "options", "passes", "program", "schedules")  # whose functions and classes programs hold
 LEVEL = 1  # of compression: programs repeat themselves
 
 
 class NotPackedError(Exception):
-    """What cannot be packed, or read: the message says what."""
+    """A value that the cache cannot pack or unpack; the message names it."""
 
 
 def pack_program(program: Program) -> bytes:
@@ -47,7 +47,7 @@ def pack_program(program: Program) -> bytes:
 
 
 def unpack_program(data: bytes) -> Program:
-    """The program of some bytes. Raises a NotPackedError for bytes of anything else."""
+    """Read a program from bytes. Raises a NotPackedError for bytes of anything else."""
     reader = _Reader(data)
     names, heads = reader.next()
     targets = [_target_of(name) for name in names]
@@ -70,7 +70,7 @@ def unpack_program(data: bytes) -> Program:
 
 
 def target_name(target: Any) -> tuple[str, ...]:
-    """What a node calls, by name. Raises a NotPackedError for what is no op."""
+    """The name of the op that a node calls, in parts. Raises a NotPackedError for a target that is no op."""
     if isinstance(target, torch._ops.OpOverload):
         return ("op", *str(target).split("."))
     if target is operator.getitem:
@@ -100,7 +100,7 @@ def _target_of(name: Sequence[str]) -> Any:
 
 
 def _own_module(name: str) -> Any:
-    """A module of shardc whose functions and classes programs have."""
+    """A module of shardc whose functions and classes programs may hold. Raises a NotPackedError for any other."""
     if not name.startswith(tuple(f"shardc.{room}" for room in ROOMS)):
         raise NotPackedError(f"{name} is of no room whose objects programs have")
     try:
@@ -110,17 +110,17 @@ def _own_module(name: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Arguments of a node without classes of fx."""
+    """The arguments of a node with plain containers in place of fx's."""
     if isinstance(value, (list, tuple)):
         return (list if isinstance(value, list) else tuple)(map(_plain, value))
     return {key: _plain(entry) for key, entry in value.items()} if isinstance(value, dict) else value
 
 
-# Pickles that hold data alone: what is more is a persistent id, which this file reads.
+# Pickles of data alone. Everything else is a persistent id, which this file reads.
 
 
 def _packed(*values: Any, nodes: Mapping[fx.Node, int] | None = None) -> bytes:
-    """Some values, after the origins that they refer to."""
+    """Pack values, after a table of the origins that they refer to."""
     origins = dict[int, tuple[int, Any]]()
     texts = list[bytes]()
     for value in values:
@@ -135,14 +135,14 @@ def _packed(*values: Any, nodes: Mapping[fx.Node, int] | None = None) -> bytes:
 
 
 class _Pickler(pickle.Pickler):
-    """``origins``: a row for each origin so far, by its id; those before an origin come before it."""
+    """Pickles data. ``origins``: by id, the index and the row of each origin so far; earlier origins come first."""
 
     def __init__(self, file: Any, origins: dict[int, tuple[int, Any]], nodes: Mapping[fx.Node, int]) -> None:
         super().__init__(file, protocol=5)
         self.origins, self.nodes = origins, nodes
 
     def persistent_id(self, value: Any) -> Any:
-        """What stands for a value that is no data of its own."""
+        """The persistent id of a value that is not pickled as data; None for any other."""
         kind = type(value)
         if kind is fx.Node:
             return self.nodes[value]
@@ -157,7 +157,7 @@ class _Pickler(pickle.Pickler):
         return None
 
     def reducer_override(self, value: Any) -> Any:
-        """Refuse all objects but our own dataclasses; of rules leave out what was found out about their ops."""
+        """Refuse all objects but our own dataclasses; of a rule pack the init fields alone."""
         if isinstance(value, Rule):
             return Rule, tuple(getattr(value, each.name) for each in fields(value) if each.init)
         if is_data(type(value)):
@@ -165,7 +165,7 @@ class _Pickler(pickle.Pickler):
         raise NotPackedError(f"it holds a {type(value).__module__}.{type(value).__qualname__}")
 
     def _place(self, origin: Origin) -> int:
-        """The place of an origin; chains of them are long, so no call goes down one."""
+        """The index of an origin. Chains of origins are long, so this does not recurse."""
         todo = [origin]
         while todo:
             each = todo[-1]
@@ -183,7 +183,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Reader:
-    """Reads what ``_packed`` has written. ``nodes``: what nodes are read as."""
+    """Reads the output of ``_packed``. ``nodes``: the nodes, by the index that stands for each."""
 
     def __init__(self, data: bytes) -> None:
         try:
@@ -228,7 +228,7 @@ class _Unpickler(pickle.Unpickler):
         return self._known[name]
 
     def find_class(self, module: str, name: str) -> Any:
-        """Refused: what a file may name has a persistent id."""
+        """Refuse: everything that a file may name has a persistent id."""
         raise NotPackedError(f"it names {module}.{name}")
 
 

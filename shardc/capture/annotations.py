@@ -33,8 +33,8 @@ Spec = P | Sequence[Any]
 class Match:
     """The annotation of one value: ``kind`` is ``param`` (buffers too), ``input``, ``module`` or ``output``.
 
-    The name of an output is still a pattern: outputs are known only after capture. ``of_all``: what the user wrote,
-    where ``spec`` is what it says on the ranks of one group.
+    The name of an output is still a pattern: outputs are known only after capture. ``of_all``: the annotation as the
+    user wrote it, if ``spec`` is the part of it for the ranks of one group.
     """
 
     kind: str
@@ -49,7 +49,7 @@ class Match:
         return f"{self.pattern}: {self.of_all or self.spec!r}"
 
     def who(self, kind: str) -> str:
-        """The value in an error: its kind and name, and the pattern where that differs."""
+        """The value as errors name it: its kind and name, and the pattern if that differs."""
         by = "" if self.pattern in (self.name, f"{self.kind}:{self.name}") else f" (annotated by {self.pattern!r})"
         return f"{kind} {self.name!r}{by}"
 
@@ -72,7 +72,7 @@ class Matched:
 
     @property
     def of_groups(self) -> set[str]:
-        """The annotations of inputs, of which each group of ranks has a part."""
+        """The annotations of inputs of which each group of ranks has a part."""
         return {entry.text for entry in self.entries if entry.kind == "input" and entry.of_all is not None}
 
 
@@ -81,7 +81,7 @@ def match(
 ) -> Matched:
     """The values of a model and of a call that each pattern matches.
 
-    Annotations of optional arguments that the call leaves out, or gives as None, are left aside.
+    Annotations of optional arguments that the call leaves out, or gives as None, are ignored.
     """
     check_annotations(annotations)
     names, left_out = names_of(model, args, kwargs), optional_arguments(model.forward)
@@ -105,7 +105,7 @@ def dims_of_groups(
     annotations: Mapping[str, Spec], model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any],
     mesh: Mesh, axis: str,
 ) -> dict[str, int]:  # fmt: skip
-    """The dim of each input of a call that annotations cut over groups of ranks along an axis.
+    """For each input of a call that annotations cut over groups of ranks along ``axis``, the dim that is cut.
 
     Raises a ShardingError for another input that is as long in such a dim, unless its annotation names no axis.
     """
@@ -124,10 +124,10 @@ def dims_of_groups(
 
 
 def within_group(matched: Matched, axis: str) -> Matched:
-    """What annotations say on the ranks of one group of those along an axis: the same without the axis.
+    """The annotations for the ranks of one of the groups along ``axis``: the same annotations without the axis.
 
-    Those that name no other axis are left out, which is without effect but on inputs. Raises a ShardingError for a
-    parameter that is cut by the axis, and for a value that another axis cuts before.
+    Annotations that name no other axis are left out; unless they are of inputs, they are reported as without effect.
+    Raises a ShardingError for a parameter that the axis cuts, and for a dim that another axis cuts before it.
     """
     cut = [entry for entry in matched.entries if axis in entry.spec.axes]
     problem = f"groups along {axis} have all parameters, each of its own"
@@ -154,7 +154,7 @@ def within_group(matched: Matched, axis: str) -> Matched:
 
 
 def _first_cut(entry: Match, axis: str) -> int:
-    """The dim that an axis cuts before all other axes."""
+    """The dim that ``axis`` cuts before all other axes. Raises a ShardingError if there is none."""
     for dim, given in enumerate(entry.spec.entries):
         if (given[0] if isinstance(given, tuple) and given else given) == axis:
             return dim
@@ -206,7 +206,7 @@ def match_names(annotations: Mapping[str, Spec], names: Names, mesh: Mesh) -> Ma
 
 
 def resolve(program: Program, matched: Matched, mesh: Mesh) -> tuple[Pin, ...]:
-    """The pins of a captured program's inputs and outputs; its graph has the annotations of modules."""
+    """The pins of a captured program's inputs and outputs. Annotations of modules are ops in its graph."""
     values: dict[tuple[str, str], tuple[str, TensorType]] = {
         ("input" if entry.kind == "input" else "param", entry.name): (entry.kind, entry.type)
         for entry in program.inputs
@@ -243,7 +243,7 @@ def resolve(program: Program, matched: Matched, mesh: Mesh) -> tuple[Pin, ...]:
 
 
 def spec_of(spec: Any, mesh: Mesh, who: str) -> P:
-    """The spec as a P; it may be DTensor placements, one for each axis of the mesh."""
+    """The spec as a P. ``spec`` may also be DTensor placements, one for each axis of the mesh."""
     if isinstance(spec, P):
         return spec
     if not isinstance(spec, Sequence) or not all(hasattr(entry, "is_replicate") for entry in spec):
@@ -275,7 +275,7 @@ def _suggested_spec(spec: Any) -> str:
 
 
 def annotate(x: torch.Tensor, spec: P) -> torch.Tensor:
-    """Annotate a value inside a model with a sharding, which its gradient gets too. The identity outside shardc.
+    """Annotate a value inside a model with a sharding, which holds for its gradient too. The identity outside shardc.
 
     Args:
         x: a tensor that the model computes.
@@ -370,7 +370,7 @@ def named_by(pattern: str, names: Names) -> list[tuple[str, str]]:
 
 
 def _is_about(pattern: str, arguments: Mapping[str, str]) -> bool:
-    """Whether a pattern matches an argument, or what is inside of it."""
+    """Whether a pattern matches an argument, or something inside it."""
     prefix, _, rest = pattern.rpartition(":")
     return prefix in ("", "input") and bool(glob(rest, arguments) or glob(rest.partition(".")[0], arguments))
 
@@ -392,7 +392,7 @@ def unmatched(pattern: str, names: Names) -> ShardingError:
 
 
 def unused_annotations(captured: Program, matched: Matched, pins: Collection[Pin]) -> Iterator[ShardingError]:
-    """An error for each annotation without effect: a note, or raised by ``strict``; ``pins``: the resolved ones."""
+    """An error for each annotation without effect, for a note or for ``strict``. ``pins``: the resolved annotations."""
     yield from matched.unused
     used = {arguments(node)["text"] for node in captured.calls if is_annotation(node)} | {pin.text for pin in pins}
     modules = {entry.text: entry.name for entry in matched.entries if entry.kind == "module"}
@@ -411,7 +411,7 @@ def idle_error(text: str) -> ShardingError:
 
 
 def note_of(error: ShardingError) -> str:
-    """The note on an error about an annotation, in one line."""
+    """An error about an annotation as a note of one line."""
     return f"{error.who} has no effect: {error.problem}; {error.remedy}"
 
 

@@ -1,4 +1,4 @@
-"""From the graph that tracing left to a Program: placeholders in order, dead code gone, constants explicit."""
+"""From a traced graph to a Program: placeholders in order, no dead code, explicit constants."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 _IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift_fresh_copy.default}
 _SLICES = {aten.slice.Tensor, aten.slice_backward.default}
 _Parts = tuple[Any, tuple[Any, ...], dict[str, Any]]  # target, args, kwargs of a node
-_VIEWS = {aten.view.default, aten._unsafe_view.default}  # in strides that another kernel may not make
+_VIEWS = {aten.view.default, aten._unsafe_view.default}  # they rely on strides, which another kernel may not make
 _SIZED = {aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default}
 _PRODUCTS = {
     aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default, aten.addmm.default, aten.addmv.default,
@@ -121,7 +121,7 @@ class _Assembly:
         return (*outputs, *self.signature.guards), [*nodes, *self.results[last:]]
 
     def _place_inputs(self, live: set[fx.Node]) -> None:
-        """A placeholder for each input, constants of more than a number, which become buffers, and tangents."""
+        """Make a placeholder for each input, each constant that has dims, which becomes a buffer, and each tangent."""
         inputs = [*zip(self.signature.inputs, self.placeholders, strict=True)]
         for node in self.traced.graph.nodes:
             if node.op == "get_attr" and node in live and (value := self._tensor(node)).ndim:
@@ -213,7 +213,7 @@ def _without_identities(node: fx.Node) -> fx.Node:
 
 
 def _takes_all(node: fx.Node) -> bool:
-    """Whether a node is a slice of a whole dim: torch leaves it away where the size is a number."""
+    """Whether a node is a slice that takes a whole dim. Torch omits such a slice if the size is a plain number."""
     return node.target in _SLICES and types_of(node.meta["val"]) == types_of(node.all_input_nodes[0].meta["val"])
 
 
@@ -227,7 +227,7 @@ def _check_may_change(entry: Input, after: Types) -> None:
 
 
 def _check_products(program: Program) -> None:
-    """A CaptureError for a product of two dtypes, which kernels refuse and meta tensors do not."""
+    """Raise a CaptureError for a product of two dtypes, which kernels refuse and meta tensors do not."""
     for node in program.calls:
         if node.target in _PRODUCTS and program.source(node).phase == "forward":
             by_dtype = {program.type(operand).dtype: operand for operand in reversed(node.all_input_nodes)}
@@ -236,7 +236,7 @@ def _check_products(program: Program) -> None:
 
 
 def _mixed_product(program: Program, node: fx.Node, operands: Sequence[tuple[torch.dtype, fx.Node]]) -> CaptureError:
-    """The error for a product of operands of several dtypes, which names the input that one of them is made of."""
+    """The error for a product of several dtypes. It names the input that an operand is computed from, if any."""
     first, second = operands[:2]
     where, problem = program.source(node).place, f"a product of {dtype_name(first[0])} and {dtype_name(second[0])}"
     for (dtype, operand), (wanted, _) in ((first, second), (second, first)):
@@ -248,7 +248,7 @@ def _mixed_product(program: Program, node: fx.Node, operands: Sequence[tuple[tor
 
 
 def _input_behind(program: Program, node: fx.Node, dtype: torch.dtype) -> Input | None:
-    """An input of the call that a value is made of and that has its dtype."""
+    """An input of the call, of the given dtype, that a value is computed from."""
     behind = ancestors(node)
     pairs = zip(program.inputs, program.placeholders, strict=True)
     return next((put for put, each in pairs if each in behind and (put.kind, put.type.dtype) == ("input", dtype)), None)

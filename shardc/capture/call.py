@@ -35,8 +35,8 @@ from shardc.program.program import Program
 class CallingConvention:
     """How to call a captured program: ``signature.leaves`` are the leaves of the call, ``outputs`` of the result.
 
-    ``constants``: the values of inputs of kind ``buffer`` that are not buffers of the model. ``objects``: those among
-    the arguments that the call changes or returns.
+    ``constants``: the values of inputs of kind ``buffer`` that are not buffers of the model. ``objects``: the objects
+    among the arguments that the call changes or returns.
     """
 
     forward: Callable[..., Any]
@@ -60,13 +60,13 @@ class CallingConvention:
 
     @property
     def tensors(self) -> list[tuple[str, TensorLeaf]]:
-        """The program's outputs of kind ``output``, in order: of the result, then of the objects that it changes."""
+        """The program's outputs of kind ``output``, in order: those of the result, then those left in objects."""
         result = [(name, leaf) for name, leaf in self.outputs if isinstance(leaf, TensorLeaf)]
         return result + [each for after in self.objects for each in after.outputs]
 
     @property
     def num_left(self) -> int:
-        """How many of these are left in objects among the arguments; the last ones."""
+        """The number of ``tensors`` that the call leaves in objects among the arguments; they come last."""
         return sum(len(each.outputs) for each in self.objects)
 
     def unflatten(
@@ -75,7 +75,8 @@ class CallingConvention:
     ) -> Any:  # fmt: skip
         """The model's output, from the values of the program's outputs of kind ``output``.
 
-        ``args``, ``kwargs``: of the call, whose objects are changed ``in_place``, or else made anew for the result.
+        ``args``, ``kwargs``: those of the call. With ``in_place`` their objects are changed; else the result has new
+        ones.
         """
         count = len(tensors) - self.num_left
         rest, left = iter(tensors[:count]), iter(tensors[count:])
@@ -93,7 +94,7 @@ class CallingConvention:
 def call_signature(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], train: bool, state: State | None = None
 ) -> Signature:
-    """The signature of a call of ``model``, whose ``state`` may be known."""
+    """The signature of a call of ``model``. ``state``: the model's, if it is known already."""
     state = model_state(model) if state is None else state
     return signature_of(*call_leaves(model.forward, args, kwargs), train, state)
 
@@ -104,7 +105,7 @@ OutputLeaves = tuple[tuple[str, Leaf | Returned], ...]
 def output_leaves(output: Any, objects: CallObjects | None = None) -> tuple[OutputLeaves, list[Named], Tree]:
     """The leaves of a model's output, the tensors among them, and its tree; a single tensor is named ``output``.
 
-    ``objects``: those among the arguments, each of which is one leaf where it is returned.
+    ``objects``: the objects among the arguments. Each is a single leaf if it is returned.
     """
     path_of: Callable[[Any], str | None] = (lambda value: None) if objects is None else objects.path_of
     leaves, tree = flatten(output, is_leaf=lambda value: path_of(value) is not None)
@@ -138,7 +139,7 @@ def differentiable_names(outputs: OutputLeaves, further: Sequence[str]) -> tuple
 
 
 def _differences(captured: Mapping[str, Leaf], leaves: Mapping[str, Leaf]) -> Iterator[ShardingError]:
-    """An error for each leaf that is missing from a call, that its program was captured without, or that differs."""
+    """An error for each leaf that a call lacks, has in addition, or has with another type or value than at capture."""
     for name in (name for name in captured if name not in leaves):
         problem = f"the program was captured with {captured[name]}"
         yield ShardingError(f"input {name!r}", "not given", problem, f"pass it, or compile again without {name!r}")
@@ -169,7 +170,7 @@ def call_leaves(
 
 
 def named_arguments(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Named]:
-    """The arguments of a call that are not given as their defaults, by name; ``foo`` for one of ``**kw``."""
+    """The arguments of a call by name, without those that are given as their defaults; ``foo`` for one of ``**kw``."""
     named: dict[str, Any] = {}
     for name, place, default in _places(forward, len(args), tuple(kwargs)):
         if isinstance(place, dict):  # **kw
@@ -209,7 +210,7 @@ def part_of_call(
 
 
 def part_of_group(tensor: torch.Tensor, count: int, index: int, dim: int, name: str) -> torch.Tensor:
-    """The part of an input that one of ``count`` groups of ranks has. ShardingError if parts are not equal."""
+    """The part of an input for one of ``count`` groups of ranks. Raises a ShardingError if the parts are not equal."""
     size = tensor.shape[dim]
     if size % count:
         problem, remedy = (
@@ -239,7 +240,7 @@ def names_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def optional_arguments(forward: Callable[..., Any]) -> dict[str, str]:
-    """The names of forward's arguments that are None unless they are given, each with itself."""
+    """The names of forward's arguments whose default is None, each mapped to itself."""
     parameters = inspect.signature(forward).parameters.values()
     return {parameter.name: parameter.name for parameter in parameters if parameter.default is None}
 
@@ -256,7 +257,7 @@ def _bound(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
 def _places(forward: Callable[..., Any], count: int, names: tuple[str, ...]) -> list[tuple[str, Any, Any]]:
     """For each argument of a call its name in forward, its position or keyword in the call, and its default.
 
-    They are computed once for a method, whatever object it is bound to.
+    The result is computed once for a method, whatever object it is bound to.
     """
     if isinstance(forward, MethodType):
         return _places_of_method(forward.__func__, count, names)

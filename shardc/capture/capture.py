@@ -7,8 +7,8 @@ inside. Measured on GPT-2 of transformers, 12 layers (T 1024, B 16): 1.6 s and 2
 
 Blocks that are alike are traced once: ``blocks/``.
 
-The eager path of the model is captured where it can be. Where it depends on the values of tensors, the path that it
-offers to compilers (``torch.compiler.is_compiling()``) is tried, then both again with guards of those values.
+The eager path of the model is captured if possible. If it depends on the values of tensors, the path that the model
+offers to compilers (``torch.compiler.is_compiling()``) is tried, then both paths again with guards on those values.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ from shardc.program.provenance import Phase, Source
 class Captured:
     """A captured program and how it is called.
 
-    ``aliases``: for every further name of a tied parameter or buffer its first, which is the one in the program.
-    ``modules``, ``differentiable``, ``precision``: those that it was captured with. ``region``: the sizes at which it
-    holds, if some of its dims may have others.
+    ``aliases``: for every further name of a tied parameter or buffer its first name, which the program uses.
+    ``modules``, ``differentiable``, ``precision``: the arguments of its capture. ``region``: the sizes at which it
+    holds, if some dims may have several.
     """
 
     program: Program
@@ -111,7 +111,7 @@ class Captured:
 
     @property
     def has_guards(self) -> bool:
-        """Whether the program holds for some values of the inputs alone."""
+        """Whether the program holds only for some values of the inputs."""
         return any(output.kind == "guard" for output in self.program.outputs)
 
 
@@ -126,12 +126,13 @@ def capture(
     precision: Precision | None = None,
     symbols: Symbols | None = None,
 ) -> Captured:
-    """Capture ``model(*args, **kwargs)``: only shapes and dtypes of tensors are read, parameters may be on meta.
+    """Capture the call ``model(*args, **kwargs)`` as a program.
 
-    ``train`` adds the backward; it starts from the field ``loss`` of the output, else from its 0-dim tensors, else
-    from all of them; further outputs by name in ``differentiable``. ``modules``: annotations of modules' outputs, by
-    path. ``symbols``: dims that may have other sizes. Raises a CaptureError that names the user's line where the model
-    has no graph.
+    Only shapes and dtypes of tensors are read, and values where guards need them. Parameters may be on meta. ``train``
+    adds the backward; it starts from the field ``loss`` of the output, else from its 0-dim tensors, else from all of
+    them; further outputs by name in ``differentiable``. ``modules``: annotations of modules' outputs, by path.
+    ``symbols``: for dims that may have other sizes. Raises a CaptureError that names the user's line if the model has
+    no graph.
     """
     region = Region(symbols) if symbols else None
     joint = _Joint(model, args, kwargs, train, modules or {}, differentiable, precision, region)
@@ -159,7 +160,7 @@ def is_same_capture(
     differentiable: tuple[str, ...],
     precision: Precision | None,
 ) -> bool:
-    """Whether ``capture`` with these arguments gives what is captured already; values of tensors are left aside."""
+    """Whether ``capture`` with these arguments would give ``captured`` again. Values of tensors are not compared."""
     asked = tuple(modules.items()), tuple(differentiable), precision
     if asked != (tuple(captured.modules.items()), tuple(captured.differentiable), captured.precision):
         return False
@@ -174,10 +175,10 @@ def is_same_capture(
 class _Joint:
     """The forward and backward of a call as one function of flat tensors, in the order of ``inputs``.
 
-    State: what ``run`` learns while it is traced: ``outputs``, ``output_tree``, ``tangents``, ``objects``;
-    ``refusals``, ``masks`` and ``tracker``, which see each call of the trace; ``guards`` of that trace; ``has_guards``,
-    whether it has them of torch's ops, as no path of the model has a graph without; ``opaque``, the opaque calls, which
-    a traced graph names by their keys alone.
+    State: ``outputs``, ``output_tree``, ``tangents`` and ``objects``, which ``run`` sets while it is traced;
+    ``refusals``, ``masks`` and ``tracker``, which see each call of the trace; ``guards``, those of the trace;
+    ``has_guards``, whether ops of torch get guards, since no path of the model has a graph without; ``opaque``, the
+    opaque calls, which a traced graph names by their keys alone.
     """
 
     model: nn.Module
@@ -217,7 +218,7 @@ class _Joint:
         self.device = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
 
     def trace(self) -> fx.GraphModule:
-        """The graph of the model, with blocks that are alike traced once where nothing is in the way of that."""
+        """The graph of the model. Blocks that are alike are traced once; if that fails, each by itself."""
         try:
             return self._trace_path()
         except Exception:
@@ -229,8 +230,7 @@ class _Joint:
     def _trace_path(self) -> fx.GraphModule:
         """The graph of the model's eager path, else of its path for compilers.
 
-        Without guards if possible; else with those of torch's ops; else also with those of numbers that the model
-        reads.
+        It has no guards if possible; else guards on ops of torch; else also guards on numbers that the model reads.
         """
         for has_guards, reads_numbers in ((False, False), (True, False), (True, True)):
             for is_compiling in (False, True):
@@ -295,7 +295,7 @@ class _Joint:
         return self.region.type(name, type_) if self.region is not None and kind == "input" else type_
 
     def run(self, *tensors: torch.Tensor) -> list[torch.Tensor | None]:
-        """The traced function; what it returns is said in ``TraceSignature``."""
+        """The traced function; ``TraceSignature`` describes its results."""
         keys = [(str(entry.kind), entry.name) for entry in self.inputs]
         named = dict(zip(keys, tensors, strict=True))
         before = {entry.name: entry.requires_grad for entry in self.inputs if entry.kind == "input"}
@@ -377,13 +377,13 @@ def _of_kinds(named: Mapping[tuple[str, str], torch.Tensor], *kinds: str) -> dic
 class SourceTracker(TorchDispatchMode):
     """Records where in the user's model each traced node comes from; a backward node has the source of its forward op.
 
-    An op that returns what it finds in values gets a guard if there are ``guards``; one that the user's own line calls
-    only for whole numbers, which may be sizes.
+    If there are ``guards``, an op whose result depends on values gets one. If the user's own line reads the values, it
+    gets one only for whole numbers, which may be sizes.
 
     State: ``modules``, the paths of the running modules; ``by_sequence``, by the sequence number of an autograd node
-    the source of the op that made it; ``count``, the calls of forward; ``latest``, the source of backward's last op;
-    ``outer``, the number of the autograd node in whose backward a trace apart is made, else -1; ``stop``, the code
-    that runs the model.
+    the source of the op that made it; ``count``, the number of calls of forward; ``latest``, the source of backward's
+    last op; ``outer``, the sequence number of the autograd node in whose backward a separate trace runs, else -1;
+    ``stop``, the code that runs the model.
     """
 
     supports_higher_order_operators = True
@@ -406,7 +406,7 @@ class SourceTracker(TorchDispatchMode):
 
     @contextmanager
     def apart(self, path: str, stop: CodeType) -> Iterator[None]:
-        """In the block it is active for a trace apart, of the module of this path, which the code ``stop`` runs."""
+        """In the block of code it records a separate trace: of the module at ``path``, which the code ``stop`` runs."""
         before = self.phase, self.latest, self.count, list(self.modules), self.outer, self.stop
         self.phase, self.modules[:], self.outer, self.stop = "forward", [path], _current_sequence(), stop
         try:
@@ -417,7 +417,7 @@ class SourceTracker(TorchDispatchMode):
 
     @property
     def place(self) -> Source:
-        """Where the model is."""
+        """The present place in the model."""
         line = user_location(sys._getframe(1), stop=self.stop)
         return Source(self.modules[-1] if self.modules else "", line, marks=marks_passed())
 
@@ -431,7 +431,7 @@ class SourceTracker(TorchDispatchMode):
         last = last_node(mode.tracer.graph)
         source = self._source()
         if func.namespace == "aten" and not func._schema.returns and not func._schema.is_mutable:
-            return None  # it only checks values, which capture has not
+            return None  # it only checks values, which are unknown during capture
         try:
             return func(*args, **(kwargs or {}))
         except DATA_DEPENDENT as error:
@@ -443,7 +443,7 @@ class SourceTracker(TorchDispatchMode):
     def _value_at_capture(
         self, error: Exception, func: Any, args: Any, kwargs: Mapping[str, Any], source: Source
     ) -> Any:
-        """The result of an op that reads values of tensors; raises the error where they are unknown."""
+        """The result of an op that reads values of tensors; raises the error if they are unknown."""
         tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
         if isinstance(error, DataDependentOutputException):
             with _disable_current_modes():
@@ -477,6 +477,6 @@ class SourceTracker(TorchDispatchMode):
 
 
 def _current_sequence() -> int:
-    """The sequence number of the autograd node whose backward runs; -1 where none does."""
+    """The sequence number of the autograd node whose backward runs; -1 if none does."""
     node = torch._C._current_autograd_node()
     return -1 if node is None else int(node._sequence_nr())

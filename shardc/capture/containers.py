@@ -1,4 +1,4 @@
-"""Values with tensors in them, taken apart and put together again: containers, dataclasses, key-value caches."""
+"""Flatten and rebuild values with tensors in them: containers, dataclasses, key-value caches."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ Named = tuple[str, Any]
 def flatten(value: Any, name: str = "", is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Named], Tree]:
     """The leaves with their paths (``batch.ids``, ``xs.0``), and the tree for ``rebuild``.
 
-    All that is no container is a leaf: tensors, numbers, None, modules; and that for which ``is_leaf`` is true. Unlike
-    ``torch.utils._pytree`` this sees into dataclasses, subclasses of dict and plain objects (key-value caches) without
-    a registration, which is global.
+    Everything that is no container is a leaf: tensors, numbers, None, modules. So is a value for which ``is_leaf`` is
+    true. Unlike ``torch.utils._pytree`` this looks into dataclasses, subclasses of dict and plain objects (key-value
+    caches) without a registration, which would be global.
     """
     items = None if is_leaf is not None and is_leaf(value) else _items(value)
     if items is None:
@@ -69,9 +69,9 @@ def rebuild(tree: Tree, leaves: Iterable[Any]) -> Any:
 
 
 def update(value: Any, tree: Tree, leaves: Iterable[Any]) -> Any:
-    """The value of a tree with new leaves: ``value`` itself, changed in place, where it may be and is of the same kind.
+    """The value of a tree with new leaves: ``value`` itself, changed in place, if it is mutable and of the same kind.
 
-    Lists, dicts and plain objects are changed in place, those inside of them too.
+    Lists, dicts and plain objects are changed in place, and so are those inside them.
     """
     rest = iter(leaves)
     if tree.kind is None:
@@ -98,12 +98,12 @@ def update(value: Any, tree: Tree, leaves: Iterable[Any]) -> Any:
 
 
 def is_mutable_container(value: Any) -> bool:
-    """Whether a value is a list, or a dict but no ModelOutput."""
+    """Whether a value is a list, or a dict that is no ModelOutput."""
     return isinstance(value, list) or (isinstance(value, dict) and not dataclasses.is_dataclass(value))
 
 
 def _made(kind: type, items: Sequence[tuple[Any, Any]]) -> Any:
-    """A new container or plain object of a kind with these items."""
+    """A new container or plain object of the class ``kind`` with these items."""
     if issubclass(kind, (tuple, list)):
         children = [child for _, child in items]
         return kind(*children) if hasattr(kind, "_fields") else kind(children)
@@ -145,7 +145,7 @@ def _holds_tensor(value: Any, depth: int) -> bool:
 
 
 def unnamed(leaves: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, str, str]]:
-    """For every tensor without a name of its own the name that it would have, the problem, and the remedy."""
+    """For every tensor without a unique name, the name that it would have, the problem, and the remedy."""
     tensors: set[str] = set()
     for name, value in leaves:
         if isinstance(value, (set, frozenset)) and any(isinstance(each, torch.Tensor) for each in value):

@@ -1,4 +1,4 @@
-"""Ops and functions that are traced in another form: without strides, odd kernels, or in another precision."""
+"""Ops and functions that are traced in another form: without strides or special kernels, or in another precision."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
 
 
 class FunctionRewrites(TorchFunctionMode):
-    """In the block some functions of torch run in another form, whose trace holds ops that have rules.
+    """In the block some functions of torch run in another form, so that the trace has ops with rules.
 
-    - Attention with dropout, or on CPUs with values of another head size than keys or a mask that needs a gradient, is
-      an op of our own; where that cannot do it, it is separate ops.
+    - Attention becomes an op of our own if it has dropout, or, on CPUs, if values have another head size than keys or
+      the mask needs a gradient. Where our op does not apply, it becomes separate ops.
     - Recurrent layers with dropout between them run layer by layer.
-    - Resampling stays one op. Torch's Python dispatcher would expand it into lookups of every pixel; of the op, a rank
-      with a part of an image needs its neighbours' edges alone.
-    - What a mask selects stays one row for each element of the mask, or becomes a lookup by index.
+    - Resampling stays one op, for which a rank with a part of an image needs only its neighbours' edges. Torch's Python
+      dispatcher would expand it into lookups of every pixel.
+    - A selection by a mask keeps one row for each element of the mask, or becomes a lookup by index.
     """
 
     def __init__(self, masks: Masks) -> None:
@@ -87,7 +87,7 @@ def _attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """``scaled_dot_product_attention`` as one op wherever the tensors allow that."""
+    """``scaled_dot_product_attention`` as one op if the tensors allow it."""
     if query.ndim == key.ndim == value.ndim == 3 and not enable_gqa:
         mask = attn_mask if attn_mask is None or attn_mask.ndim < 3 else attn_mask.unsqueeze(1)
         q, k, v = (x.unsqueeze(1) for x in (query, key, value))
@@ -116,7 +116,7 @@ def _attention(
 def attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, score_mod: str
 ) -> Tensor:
-    """Attention whose scores a ``ScoreMod`` of this text changes, if there is one, before a mask is added."""
+    """Attention. The ``ScoreMod`` of this text, if there is one, changes scores before the mask is added."""
     has_fewer_keys = query.shape[1] != key.shape[1]
     if not score_mod:
         return scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=has_fewer_keys)
@@ -125,7 +125,7 @@ def attention(
 
 
 def _are_heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> bool:
-    """Whether these are ``[batch, heads, positions, size]`` of one batch and dtype, whose heads go together."""
+    """Whether these are ``[batch, heads, positions, size]`` of one batch and dtype with matching numbers of heads."""
     if not q.ndim == k.ndim == v.ndim == 4 or not q.dtype == k.dtype == v.dtype or k.shape[:3] != v.shape[:3]:
         return False
     is_one_batch = (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
@@ -133,7 +133,7 @@ def _are_heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> bool:
 
 
 def _is_mask(mask: Tensor, q: Tensor, k: Tensor) -> bool:
-    """Whether it is a mask that torch takes; of others torch says what is wrong."""
+    """Whether torch takes this mask; for any other torch raises its own error."""
     shape = (*q.shape[:3], k.shape[2])
     fits = all(own in (1, size) for own, size in zip(mask.shape[::-1], shape[::-1], strict=False))
     is_added = mask.dtype in (torch.float32, q.dtype)
@@ -141,7 +141,7 @@ def _is_mask(mask: Tensor, q: Tensor, k: Tensor) -> bool:
 
 
 def _added(mask: Tensor, q: Tensor) -> Tensor:
-    """A mask as what is added to scores, of two dims or four."""
+    """A mask as a term that is added to scores, of two dims or four."""
     mask = mask.unsqueeze(0) if mask.ndim == 3 else mask
     if mask.dtype != torch.bool:
         return mask.to(q.dtype)
@@ -150,7 +150,7 @@ def _added(mask: Tensor, q: Tensor) -> Tensor:
 
 
 def _as_autocast_does(x: Tensor) -> Tensor:
-    """A tensor in the dtype that ``torch.autocast`` gives the operands of attention, where it is on."""
+    """A tensor in the dtype that ``torch.autocast``, if it is on, gives the operands of attention."""
     kind = x.device.type
     is_cast = torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64
     return x.to(torch.get_autocast_dtype(kind)) if is_cast else x
@@ -171,8 +171,8 @@ def unfused_recurrent_layers() -> Iterator[None]:
 class LayeredCall:
     """The arguments of ``torch.lstm``, ``gru``, ``rnn_tanh`` or ``rnn_relu``, which run all layers.
 
-    ``sizes``: those of the batch at each step, where the sequences are packed; ``options``: ``train``,
-    ``bidirectional`` and, of sequences that are not packed, ``batch_first``.
+    ``sizes``: the sizes of the batch at each step, if the sequences are packed; ``options``: ``train``,
+    ``bidirectional`` and, if the sequences are not packed, ``batch_first``.
     """
 
     x: Tensor
@@ -215,7 +215,7 @@ class LayeredCall:
         return x, *(torch.cat(states) for states in zip(*finals, strict=True))
 
 
-# Views by strides. A program has no strides: such a view becomes one by dims, or an index.
+# Views by strides. A program has no strides: such a view becomes a view by dims, or an index.
 
 
 def _as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Tensor:
@@ -244,7 +244,7 @@ def _as_strided_scatter(
 
 
 def _start(x: Tensor, storage_offset: int | None) -> int:
-    """Where a view begins, counted from the first element of ``x``."""
+    """The first element of a view, counted from the first element of ``x``."""
     return 0 if storage_offset is None else storage_offset - int(x.storage_offset())
 
 
@@ -306,8 +306,8 @@ def _gradient_of_empty_mean(gradient: Tensor, x: Tensor, *args: Any, **kwargs: A
 
 
 TRACED_AS: dict[Any, Any] = {
-    getattr(aten.random, "from"): _random_from,  # fx cannot print it: "from" is a word of Python's
-    aten._grouped_mm.default: grouped_mm,  # its meta function knows bfloat16 alone
+    getattr(aten.random, "from"): _random_from,  # fx cannot print it: "from" is a keyword of Python
+    aten._grouped_mm.default: grouped_mm,  # its meta function takes bfloat16 alone
     aten.as_strided.default: _as_strided,
     aten.as_strided_scatter.default: _as_strided_scatter,
     # Its kernel needs pairs that are adjacent in memory, which no program promises.
@@ -371,7 +371,7 @@ class Casting:
         return {**named, **self.casts}
 
     def leave(self, entry: Input, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """A gradient of a cast copy, cast to the dtype of its reduction and then to that of ``entry``."""
+        """A gradient of a cast copy, cast to the dtype of its reduction and then to the one in which it is returned."""
         if gradient is None or self.precision is None or (entry.kind, entry.name) not in self.casts:
             return gradient
         arrives = self.precision.gradients if entry.kind == "parameter" else None

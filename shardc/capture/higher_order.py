@@ -47,7 +47,7 @@ REPLACED = ("cond", "while_loop", "map_impl", "scan", "associative_scan", "flex_
 
 @contextlib.contextmanager
 def higher_order_ops(kept: list[Opaque]) -> Iterator[None]:
-    """In the block higher-order ops run as this file says; ``kept`` collects opaque calls, which graphs name by key."""
+    """In the block this file's functions replace higher-order ops. ``kept`` collects opaque calls, named by key."""
     places: dict[tuple[str, str], Any] = {
         (f"{_HOME}.cond", "cond_op"): partial(_cond, kept),
         (f"{_HOME}.while_loop", "while_loop_op"): partial(_while_loop, kept),
@@ -71,7 +71,7 @@ def higher_order_ops(kept: list[Opaque]) -> Iterator[None]:
 
 def _cond(kept: list[Opaque], pred: Tensor, true_fn: Callable[..., Any], false_fn: Callable[..., Any],
           operands: Any = ()) -> Any:  # fmt: skip
-    """One branch runs, the same on every rank, and so does its backward."""
+    """Run one branch, the same on every rank, and its backward."""
     leaves, nest = pytree.tree_flatten(operands)
     captured = Bodies("torch.cond")
 
@@ -90,7 +90,7 @@ def _cond(kept: list[Opaque], pred: Tensor, true_fn: Callable[..., Any], false_f
 
 def _while_loop(kept: list[Opaque], cond_fn: Callable[..., Any], body_fn: Callable[..., Any], carried: Any,
                 additional: Any) -> Any:  # fmt: skip
-    """The loop runs whole on every rank."""
+    """Run the loop whole on every rank."""
     device = next((leaf.device for leaf in carried if isinstance(leaf, Tensor)), None)
     carry = [leaf if isinstance(leaf, Tensor) else torch.tensor(leaf, device=device) for leaf in carried]
     captured, types = Bodies("while_loop"), tuple(map(TensorType.of, carry))
@@ -119,7 +119,7 @@ def _check_carry(captured: Bodies, before: tuple[TensorType, ...], after: tuple[
 
 def _scan(kept: list[Opaque], combine: Callable[..., Any], init: Sequence[Tensor], xs: Sequence[Tensor],
           additional_inputs: Any) -> Any:  # fmt: skip
-    """Step after step; the outputs stacked. A long one is an opaque call, whose steps run whole on every rank."""
+    """Write out all steps and stack their outputs. A long scan is an opaque call, which runs whole on every rank."""
     if len(xs[0]) > MAX_STEPS:
         captured, types = Bodies("scan"), tuple(map(TensorType.of, init))
         body = captured.body(combine, [*init, *(x[0] for x in xs), *additional_inputs])
@@ -138,7 +138,7 @@ def _scan(kept: list[Opaque], combine: Callable[..., Any], init: Sequence[Tensor
 
 
 def _associative_scan(combine: Callable[..., Any], xs: Sequence[Tensor], additional_inputs: Any) -> Any:
-    """A scan in as many steps as the logarithm of the length, each on all pairs of neighbours at once."""
+    """A scan whose number of steps is the logarithm of the length; each step is on all pairs of neighbours at once."""
     scan = importlib.import_module(f"{_HOME}.associative_scan").generic_associative_scan
     nest = pytree.tree_structure(combine(*(x[0] for x in xs), *(x[0] for x in xs)))
     many = torch.vmap(lambda *rows: tuple(pytree.tree_leaves(combine(*rows))))
@@ -147,9 +147,9 @@ def _associative_scan(combine: Callable[..., Any], xs: Sequence[Tensor], additio
 
 def _flex_attention(query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, scale: float,
                     kernel_options: Any, score_buffers: Any = (), mask_buffers: Any = ()) -> Any:  # fmt: skip
-    """Fused attention with a mask, also where scores are changed one by one; else scores, mask and softmax as ops.
+    """Fused attention with a mask, also if each score is changed by itself; else scores, mask and softmax as ops.
 
-    Its logsumexp is computed as ops, and gone where nobody reads it.
+    The logsumexp is computed by separate ops, which are removed if nothing reads it.
     """
     plain = importlib.import_module(f"{_HOME}.flex_attention").math_attention
     out, *others = plain(query, key, value, score_mod, block_mask, scale, kernel_options, score_buffers, mask_buffers)
@@ -159,7 +159,7 @@ def _flex_attention(query: Tensor, key: Tensor, value: Tensor, score_mod: Any, b
     try:
         seen = _seen(query, key, block_mask[-1], mask_buffers)
         changed = ("", None) if is_unchanged else _changed(query, key, score_mod, score_buffers)
-    except (RuntimeError, IndexError, TypeError, ValueError):  # it takes single positions alone, as vmap gives them
+    except (RuntimeError, IndexError, TypeError, ValueError):  # a function of single positions, as vmap passes them
         return out, *others
     if changed is None or (seen is not None and seen.dim() != 4):
         return out, *others
@@ -181,7 +181,7 @@ def _vectors(query: Tensor, key: Tensor) -> list[Tensor]:
 
 
 def _seen(query: Tensor, key: Tensor, mask_mod: Callable[..., Tensor], buffers: Sequence[Any]) -> Tensor | None:
-    """Which keys each query sees, of vectors of positions; None where it sees all."""
+    """The mask of the keys that each query sees, computed on vectors of positions; None if all are seen."""
     seen = mask_mod(*_vectors(query, key), *buffers)
     return seen if seen.dim() else None
 
@@ -189,7 +189,10 @@ def _seen(query: Tensor, key: Tensor, mask_mod: Callable[..., Tensor], buffers: 
 def _changed(
     query: Tensor, key: Tensor, score_mod: Callable[..., Tensor], buffers: Sequence[Any]
 ) -> tuple[str, Tensor | None] | None:
-    """What becomes of each score by itself, as the text of a ``ScoreMod``, and what is added; None for any other."""
+    """A function of scores as a change of each by itself, the text of a ``ScoreMod``, and a term that is then added.
+
+    None for a function of another form.
+    """
     captured, vectors = Bodies("flex_attention"), _vectors(query, key)
     scores = query.new_empty((), dtype=wide_dtype(query.dtype)).expand(*query.shape[:3], key.shape[2])
     traced = captured.body(lambda *given: score_mod(*given, *buffers), [scores, *vectors]).traced()
@@ -204,7 +207,7 @@ def _changed(
 
 
 def _changing(steps: tuple[Step, ...] | None, scores: Tensor) -> str | None:
-    """The text of the ``ScoreMod`` of these steps; None where its derivative has other steps than such."""
+    """The text of the ``ScoreMod`` of these steps; None if there are none, or if its derivative is not such steps."""
     if steps is None:
         return None
     vjp = Bodies("flex_attention").body(lambda s: run_steps(steps, [s]), [scores]).traced().vjp_graph.graph
@@ -239,7 +242,7 @@ class TracedBody:
 
 @dataclass
 class Bodies:
-    """The bodies of one higher-order op, and the outer ``tensors`` that they close over: operands of all bodies.
+    """The bodies of one higher-order op, and the outer ``tensors`` that they close over, which are operands of all.
 
     ``tensors`` grows with each call of ``body``; bodies are traced after the last of these calls.
     """
@@ -249,7 +252,7 @@ class Bodies:
 
     @property
     def outside(self) -> list[Tensor]:
-        """The outer tensors as seen by the op; inside a body of another op they are operands of that."""
+        """The outer tensors as seen by the op. Inside a body of another op they are operands of that op."""
         return [torch.ops.aten.alias(tensor) for tensor in self.tensors]
 
     def body(self, fn: Callable[..., Any], operands: Sequence[Tensor]) -> Body:

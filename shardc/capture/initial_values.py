@@ -126,7 +126,7 @@ def set_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _fake(tensor: Tensor) -> Tensor:
-    """A tensor like one of a model's: empty where that is on meta, else with its values."""
+    """A fake tensor like one of the model: empty if that is on meta, else with its values."""
     return _like(tensor, "cpu") if tensor.is_meta else _as_parameter(tensor.detach().clone(), tensor)
 
 
@@ -147,7 +147,10 @@ def _run_own_initializers(model: nn.Module) -> None:
 
 
 def _init_weights(module: nn.Module) -> None:
-    """Call a module's method of that name, or apply it where it takes a module; else those of its children."""
+    """Call a module's method in ``INITS``, or apply it to all submodules if it takes a module.
+
+    Without such a method do the same for the module's children.
+    """
     method = next((getattr(module, name) for name in INITS if callable(getattr(module, name, None))), None)
     if method is None:
         for child in module.children():
@@ -166,9 +169,9 @@ View = tuple[Any, ...]  # a memory, then offset, shape, strides and dtype in it
 class Record:
     """The ops of a block, in order.
 
-    State: ``nodes``, by view the latest node: tensors that are one view of one memory have one node; ``memory`` of each
-    node; ``writes``, the nodes that wrote to each memory; ``constants``, the real tensors that came in from outside.
-    ``_alive`` keeps every memory, so that torch gives no address twice.
+    State: ``nodes``, the latest node of each view: tensors that are the same view of the same memory have one node;
+    ``memory``, that of each node; ``writes``, the nodes that wrote to each memory; ``constants``, the real tensors that
+    came in from outside. ``_alive`` keeps every memory, so that torch gives no address twice.
     """
 
     def __init__(self) -> None:
@@ -222,7 +225,7 @@ class Record:
                 self._note(tensor, self.graph.call_function(operator.getitem, (node, i)))
 
     def number(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The number that an op reads from a tensor, or None where it depends on random numbers or later writes."""
+        """The number that an op reads from a tensor, or None if it depends on random numbers or later writes."""
         node = self._call(op, args, kwargs)
         needed = ancestors(node)
         is_final = not any(self.writes.get(self.memory.get(operand), needed) - needed for operand in needed)

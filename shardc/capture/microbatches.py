@@ -17,7 +17,7 @@ from shardc.program.program import Input, Pin, Program
 
 
 def with_microbatches(program: Program, pins: Iterable[Pin], pipeline: Pipeline, mesh: Mesh) -> Iterator[Pin]:
-    """The pins of a program, those of its inputs cut in microbatches too, within their own cut.
+    """The pins of a program. Those of its inputs are also cut in microbatches, within their own cut.
 
     An input without an annotation is cut along its batch dim like the first input with one. ``mesh``: the program's.
     Raises an OptionError for an option ``batch`` that names no input or no dim of it.
@@ -48,7 +48,7 @@ def with_microbatches(program: Program, pins: Iterable[Pin], pipeline: Pipeline,
 
 
 def empty_microbatches(program: Program, pins: Iterable[Pin], pipeline: Pipeline) -> Iterator[str]:
-    """A note where microbatches are empty; all but the last one of a rank have equally many rows."""
+    """A note if microbatches are empty. All but the last one of a rank have equally many rows."""
     shapes = {put.name: put.type.shape for put in program.inputs if put.kind == "input"}
     input_pins = (pin for pin in pins if pin.kind == "input")
     for size, cut in chain.from_iterable(zip(shapes[pin.name], pin.sharding.dims, strict=True) for pin in input_pins):
@@ -65,7 +65,7 @@ def empty_microbatches(program: Program, pins: Iterable[Pin], pipeline: Pipeline
 
 
 def check_loss(program: Program) -> None:
-    """An OptionError unless backward starts from one number: it runs before the gradients of outputs are known."""
+    """Raise an OptionError unless backward starts from one number: it runs before gradients of outputs are known."""
     starts = [put for put in program.inputs if put.kind == "tangent"]
     problem = "backward runs within the forward call, and can start from one number alone"
     if len(starts) > 1:

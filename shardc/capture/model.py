@@ -41,7 +41,7 @@ def borrow(model: nn.Module, train: bool) -> Iterator[None]:
 
 
 def copied_attributes(model: nn.Module) -> tuple[list[Any], list[Any]]:
-    """The attributes of all modules, and the dicts and lists among them; and what each of these holds now."""
+    """The attribute dicts of all modules and the dicts and lists in them; and a copy of the contents of each."""
     containers: list[Any] = [vars(module) for module in model.modules()]
     containers += [value for own in containers for value in own.values() if isinstance(value, (dict, list))]
     return containers, [each.copy() if each else () for each in containers]  # most are empty
@@ -134,7 +134,7 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[tuple[str, str], Tensor]]:
 
 
 def with_aliases(tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors by name, and then again by the names of those tied to them."""
+    """Tensors by name, and then again under every name that is tied to one of them."""
     yield from tensors.items()
     yield from ((alias, tensors[name]) for alias, name in aliases.items())
 
@@ -155,7 +155,7 @@ def current_tensor(model: nn.Module, name: str) -> Any:
 
 
 def plain_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors that modules hold as plain attributes, by path; one that has several paths under the last of them."""
+    """The tensors that modules hold as plain attributes, by path; a tensor with several paths is under the last one."""
     paths = {
         id(value): (f"{path}.{name}" if path else name, value)
         for path, module in model.named_modules()
@@ -166,7 +166,7 @@ def plain_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def computed_tensors(model: nn.Module) -> dict[int, Any]:
-    """A memo for deepcopy: for tensors that modules hold and have computed, which torch does not copy, their values.
+    """A memo for deepcopy: the values of tensors that modules have computed and hold, which torch does not copy.
 
     ``torch.nn.utils.weight_norm`` leaves such a weight behind, and computes it anew in each forward.
     """
@@ -178,9 +178,9 @@ LIBRARIES = ("torch", "transformers", "accelerate", "peft", "shardc")  # whose h
 
 @contextmanager
 def idle_hooks(model: nn.Module) -> Iterator[None]:
-    """Warn of hooks that a user has set on modules and that only look: no step after capture runs them.
+    """Warn of the user's hooks on modules that only observe: no step after capture runs them.
 
-    A hook that returns a value, or sets an attribute of its module, is part of what is captured. Inside of ``borrow``.
+    A hook that returns a value, or sets an attribute of its module, is captured. To be used inside ``borrow``.
     """
     idle = dict[str, None]()
     for path, module in model.named_modules():
@@ -208,7 +208,7 @@ def _library_of(hook: Any) -> str:
 
 
 def _watched(hook: Any, module: nn.Module, path: str, idle: dict[str, None]) -> Any:
-    """A hook that enters the path of its module in ``idle`` where it does nothing to what is captured."""
+    """The hook, which now also enters its module's path in ``idle`` if it has no effect on the capture."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         before = dict(vars(module))

@@ -1,4 +1,4 @@
-"""Objects among the arguments of a call, as key-value caches are: the model may change them, and the caller sees it."""
+"""Objects among the arguments of a call, such as key-value caches: the caller sees what the model changes in them."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from shardc.capture.signature import BY_IDENTITY, Constant, Leaf, TensorLeaf, at
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A leaf that is what the object had there before the call, at a path of the call."""
+    """A leaf of an object that is the same as before the call. ``path``: its path in the call."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """A leaf of an output that is an object among the arguments, at a path of the call."""
+    """A leaf of an output that is an object among the arguments. ``path``: that of the object in the call."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectAfter:
-    """What a call leaves in an object among its arguments. Tensors in ``leaves`` are outputs of the program, in order.
+    """The contents of an object among the arguments after the call.
 
-    ``path``: of the object in the call.
+    ``path``: that of the object in the call. Tensors in ``leaves`` are outputs of the program, in order.
     """
 
     path: str
@@ -43,11 +43,11 @@ class ObjectAfter:
 
     @property
     def outputs(self) -> list[tuple[str, TensorLeaf]]:
-        """The tensors that the call made."""
+        """The new tensors in the object."""
         return [(name, leaf) for name, leaf in self.leaves if isinstance(leaf, TensorLeaf)]
 
     def values(self, before: Mapping[str, Any], tensors: Iterator[Any]) -> list[Any]:
-        """The leaves; ``before``: those of the object before the call; ``tensors``: the program's outputs."""
+        """The values of the leaves. ``before``: those before the call; ``tensors``: the program's outputs."""
         return [
             before[leaf.path] if isinstance(leaf, Kept) else leaf.value if isinstance(leaf, Constant) else next(tensors)
             for _, leaf in self.leaves
@@ -115,7 +115,7 @@ def is_object(value: Any) -> bool:
 
 
 def leaves_inside(value: Any, path: str) -> tuple[list[Named], Tree]:
-    """The leaves of an object by path, and its tree; of one without tensors too."""
+    """The leaves of an object by path, and its tree, even if it holds no tensors."""
     if is_mutable_container(value):
         return flatten(value, path)
     leaves, children = list[Named](), list[Tree]()
@@ -129,7 +129,7 @@ def leaves_inside(value: Any, path: str) -> tuple[list[Named], Tree]:
 
 @contextmanager
 def preserved(arguments: Sequence[Named]) -> Iterator[None]:
-    """Undo at the end of the block what it did to the objects among the arguments of a call, and to what is in them."""
+    """Undo at the end of the block its changes to the objects among the arguments of a call, and to their contents."""
     before = dict[int, tuple[Any, Any]]()
     for value in objects_among(arguments).values():
         _remember(value, before, 0)
@@ -141,7 +141,7 @@ def preserved(arguments: Sequence[Named]) -> Iterator[None]:
 
 
 def _remember(value: Any, before: dict[int, tuple[Any, Any]], depth: int) -> None:
-    """Enter an object, list or dict with a copy of what it holds, by id, and those inside of it."""
+    """Enter an object, list or dict, and those inside it, in ``before``: by id, with a copy of its contents."""
     if id(value) in before or depth > MAX_DEPTH:
         return
     if isinstance(value, (list, tuple)):

@@ -32,8 +32,8 @@ EXIT_CODES = """\
 exit codes: 0 good, 1 a check failed, 2 usage, 3 capture failed, 4 bad annotation, 70 internal error, 130 interrupted
 """
 OBJECTIVES = ("time", "memory")
-AXES = ("dp", "tp", "cp", "ep", "pp")  # that the search names; also dp2, ...
-LARGEST = 2**40  # of any count: beyond it torch's own sizes overflow
+AXES = ("dp", "tp", "cp", "ep", "pp")  # the search's names of axes; also dp2, ...
+LARGEST = 2**40  # the largest count: beyond it torch's own sizes overflow
 
 
 # The options that commands share.
@@ -42,9 +42,9 @@ LARGEST = 2**40  # of any count: beyond it torch's own sizes overflow
 def add_command(
     commands: Any, name: str, help_: str, operands: Sequence[str] = ("TARGET",), is_search: bool = False
 ) -> Parser:
-    """Add the parser of a command that works on a TARGET, or on ``operands``, each of which may be one.
+    """Add the parser of a command. Each of its ``operands`` may be a TARGET.
 
-    ``is_search``: it finds a plan for training, for a batch of any size.
+    ``is_search``: the command searches for a training plan, for a batch of any size.
     """
     parser: Parser = commands.add_parser(
         name, help=help_, description=help_, epilog=TARGET_HELP + EXIT_CODES,
@@ -136,7 +136,7 @@ def add_mesh_options(parser: Parser, is_required: bool = True) -> None:
 def add_compile_options(parser: Parser, is_required: bool = True) -> None:
     """Add the options of a command that shows the compiled program.
 
-    ``is_required``: whether ``--mesh`` is; a command that also takes dumps needs none for these.
+    ``is_required``: whether ``--mesh`` is required; a command that also takes dumps needs no mesh for these.
     """
     add_mesh_options(parser, is_required)
     help_ = "compute in this dtype; keep parameters and reduce in float32"
@@ -145,7 +145,7 @@ def add_compile_options(parser: Parser, is_required: bool = True) -> None:
 
 
 def add_search_options(parser: Parser) -> None:
-    """Add the options that say which plan to search for: devices and links, what is fixed, and what is best."""
+    """Add the options of a search for plans: devices and links, what is fixed, and the objective."""
     parser.add_argument("--devices", metavar="N", type=count, required=True, help="how many ranks: 16")
     parser.add_argument("--nodes", metavar="N", type=count, default=1, help="how many nodes they are in (1)")
     help_ = f"what a rank computes on: {', '.join(DEVICES)}; or a file that shardc bench-links wrote"
@@ -188,7 +188,7 @@ def _add_optimizer(parser: Parser) -> None:
 
 
 def check_dumps(options: argparse.Namespace, dumps: Sequence[str]) -> None:
-    """Raise a UsageError for options of ``add_compile_options`` where there are dumps alone and nothing to compile."""
+    """Raise a UsageError for options of ``add_compile_options`` if there are only dumps and nothing to compile."""
     idle = [option for option in options.changed if option in options.compile_options]
     if idle:
         what = f"with {' and '.join(dict.fromkeys(dumps))}"
@@ -200,7 +200,7 @@ def check_dumps(options: argparse.Namespace, dumps: Sequence[str]) -> None:
 def add_output_options(
     parser: Parser, schema: str, formats: Sequence[str] = (), format_help: str | None = None
 ) -> None:
-    """Add ``--output``, ``--format`` if there are several, and ``--schema``, which prints the JSON schema of a name."""
+    """Add ``--output``, ``--format`` if there are ``formats``, and ``--schema``, which prints the named JSON schema."""
     parser.add_argument("-o", "--output", metavar="FILE", help="write to a file instead of stdout")
     if formats:
         parser.add_argument("--format", choices=formats, default=formats[0], help=format_help)
@@ -216,7 +216,7 @@ class _PrintSchema(argparse.Action):
         parser.exit()
 
 
-# The types of their values. Each reads a text, or raises an error with a remedy.
+# The types of option values. Each parses a text, or raises an error with a remedy.
 
 
 def name(text: str) -> str:
@@ -272,7 +272,7 @@ def _setting(text: str) -> tuple[str, Any]:
         raise unreadable(text, problem, f"write --set {text if key else 'n_layer'}=2")
     try:
         return key, ast.literal_eval(value)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # no Python value: text
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # no Python value: keep the text
         return key, value
 
 
@@ -302,7 +302,7 @@ def _axes(text: str) -> str | tuple[str, ...]:
     return axes if len(axes) > 1 else text
 
 
-Settings = Mapping[str, tuple[Callable[[str], Any], str]]  # by name, how a setting is read, and an example
+Settings = Mapping[str, tuple[Callable[[str], Any], str]]  # by name: the function that reads a setting, and an example
 
 
 def _settings(text: str, words: Iterable[str], known: Settings, who: str) -> dict[str, Any]:
@@ -334,9 +334,9 @@ def _pipeline(text: str) -> Pipeline:
 
 
 def _fixed(text: str) -> tuple[str, Any]:
-    """``tp=4``: an axis or an option, and the value that a plan must have; of a precision the name."""
+    """``tp=4``: an axis or an option, and the value that a plan must have; a precision stays a name."""
     key, equals, value = text.partition("=")
-    is_size = key.rstrip("0123456789") in AXES or value.isdecimal()  # other axes are those of annotations
+    is_size = key.rstrip("0123456789") in AXES or value.isdecimal()  # annotations may name other axes
     read = FIXED.get(key, count if is_size else None)
     if read is None:
         known = (*AXES, *FIXED)
@@ -373,7 +373,7 @@ def _local(text: str) -> Local:
 LOCAL: Settings = {"wire": (str, "int8"), "parts": (count, "4"), "after": (count, "100")}
 
 
-_PARTS = re.compile(r"((?:[^+/]+\+)*)([^+/]+|/.*)")  # axes, and an axis, a tier or a path
+_PARTS = re.compile(r"((?:[^+/]+\+)*)([^+/]+|/.*)")  # axes, then one more axis, a tier or a path
 
 
 def _saved(text: str) -> dict[str, str | tuple[str, ...] | None]:
@@ -397,7 +397,7 @@ def _stage(text: str) -> int:
 
 
 def _one_of(words: Collection[str], example: str, text: str) -> str:
-    """A word that is one of several; ``example``: what to write if none is near."""
+    """The text, if it is one of ``words``. ``example``: the remedy if no word is near."""
     if text not in words:
         remedy = did_you_mean(text, words) or f"write --fix {example}"
         raise unreadable(text, f"it is none of {', '.join(words)}", remedy)
@@ -405,7 +405,7 @@ def _one_of(words: Collection[str], example: str, text: str) -> str:
 
 
 def _whole_number_or_text(text: str) -> int | str:
-    return int(text[:20]) if text.removeprefix("-").isdecimal() else text  # Pipeline refuses what is no count
+    return int(text[:20]) if text.removeprefix("-").isdecimal() else text  # Pipeline refuses a text
 
 
 PIPELINE: Settings = {
@@ -432,7 +432,7 @@ FIXED: dict[str, Callable[[str], Any]] = {
 
 
 def _option(text: str, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """An option of ``shardc.compile``. Its own error becomes one of the argument that it was read from."""
+    """Make an option of ``shardc.compile``. Its error becomes an error of the argument that it was read from."""
     try:
         return make(*args, **kwargs)
     except ShardingError as error:
@@ -476,7 +476,7 @@ class Parser(argparse.ArgumentParser):
         return tuple(map(_argument_name, options))
 
     def error(self, message: str) -> NoReturn:
-        """Print what is wrong and what the missing arguments are, and exit."""
+        """Print the error, with the help texts of missing arguments, and exit."""
         words = message.replace(",", " ").split() if "\n" not in message else []
         missing = [action for action in self._actions if action.required and _argument_name(action) in words]
         remedy = "".join(
@@ -488,7 +488,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(USAGE, f"{self.prog}: {message}{remedy}{see}\n")
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        """Flush stdout and exit, so that a reader that is gone is noticed in time."""
+        """Flush stdout and exit. The flush notices in time if the reader is gone."""
         if sys.stdout is not None:
             sys.stdout.flush()
         super().exit(status, message)

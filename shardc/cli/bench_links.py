@@ -32,7 +32,7 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure in the ranks of this job, or in processes of our own. The first rank writes."""
+    """Measure in the ranks of this job, or in new local processes. The first rank writes the result."""
     _check_ranks(options)
     from shardc.runtime.comm.launch import launch, leave
     from shardc.runtime.measure.links import UNNAMED, bench_links

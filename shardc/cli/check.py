@@ -1,4 +1,4 @@
-"""``shardc check``: hold a plan against budgets, for CI."""
+"""``shardc check``: check a plan against budgets, for CI."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _budget(text: str, prefix: str = "") -> Budget:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Hold each budget against the program, or against its dump."""
+    """Check the program, or its dump, against each budget."""
     if not options.budgets:
         what, remedy = "neither --fail-on nor --max-memory", "say --fail-on 'all_gather>10MB' or --max-memory 8GB"
         raise UsageError("check", what, "there is no budget to hold", remedy)

@@ -34,7 +34,7 @@ def compiled(options: argparse.Namespace) -> Compiled:
 
 
 def load(options: argparse.Namespace, device: str) -> Target:
-    """Load the model, inputs and annotations of TARGET, and say so; made-up inputs are on ``device``."""
+    """Load the model, inputs and annotations of TARGET and report it on stderr; made-up inputs are on ``device``."""
     with progress(f"loading {options.target}"):
         target = load_quietly(options, device)
     if options.target.startswith("hf:"):
@@ -79,7 +79,7 @@ def compile_options(options: argparse.Namespace) -> dict[str, Any]:
 def annotations_of(options: argparse.Namespace, target: Target) -> dict[str, Any]:
     """The annotations to compile with: ``--annotate`` replaces those of an ``hf:`` target and adds to a function's.
 
-    Raises a ShardingError where an ``--annotate`` does not read as PATTERN=SPEC, or two contradict each other.
+    Raises a ShardingError if an ``--annotate`` does not read as PATTERN=SPEC, or two contradict each other.
     """
     typed: dict[str, Any] = {}
     for text in options.annotate:
@@ -103,13 +103,13 @@ def annotations_of(options: argparse.Namespace, target: Target) -> dict[str, Any
 
 
 def with_warnings(text: str, notes: Iterable[str]) -> str:
-    """A text with a line for each note of which a user is warned."""
+    """The text, followed by a line for each note that is a warning."""
     told = warnings_among(notes)
     return "\n".join([text, *(f"{each}\n" for each in told)]) if told else text
 
 
 def retyped(typed: Sequence[str], command: str, left_out: Mapping[str, bool]) -> str:
-    """The command line ``typed`` as a line for a shell that calls another command with the same TARGET and options.
+    """A line for a shell that runs ``command`` with the TARGET and options of the command line ``typed``.
 
     ``left_out``: the options that the other command lacks, and whether each takes a value.
     """
@@ -132,7 +132,7 @@ def _is_option(word: str, option: str) -> bool:
 
 
 def write(text: str, path: str | None) -> None:
-    """Write a command's data to a file, or to stdout. Raises a UsageError where that fails."""
+    """Write a command's data to a file, or to stdout. Raises a UsageError if that fails."""
     if path is None:
         problem, remedy = "it cannot be written", "write to a file: -o FILE"
         if sys.stdout is None:
@@ -153,7 +153,7 @@ def write(text: str, path: str | None) -> None:
 
 
 def check_output(path: str | None) -> None:
-    """Raise a UsageError, before long work, for a file that ``write`` cannot write because its folder is not there."""
+    """Raise a UsageError, before long work, if ``write`` would fail: the path is a folder, or its folder is missing."""
     if path is not None and not Path(path).parent.is_dir():
         raise _unwritable(path, os.strerror(errno.ENOENT))
     if path is not None and Path(path).is_dir():
@@ -167,7 +167,7 @@ def _unwritable(path: str, what: str | None) -> UsageError:
 
 @contextmanager
 def progress(step: str) -> Iterator[None]:
-    """Print on stderr what runs now and how long it took. What the user's code prints meanwhile goes to stderr too."""
+    """Print on stderr the step that runs now, then its duration. The output of user code goes to stderr meanwhile."""
     print(printable(f"shardc: {step} ..."), end="", flush=True, file=sys.stderr)
     start = time.perf_counter()
     try:

@@ -1,4 +1,4 @@
-"""``shardc cost``: the cost of a step on one rank, in numbers or as functions of the mesh and of sizes with names."""
+"""``shardc cost``: the cost of a step on one rank, in numbers or as functions of the mesh and of named sizes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _point(text: str) -> dict[str, int]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compile, and write numbers or functions. CHECK_FAILED where the plan does not hold at a point."""
+    """Compile, and write numbers or functions. CHECK_FAILED if the plan does not hold at a point."""
     if options.recompile and not options.at:
         what, remedy = "without --at", "say --at dp=64 too, where to compile, or leave --recompile out"
         raise UsageError("--recompile", what, "there is no point at which to compile anew", remedy)
@@ -104,7 +104,7 @@ def _run_symbolic(options: argparse.Namespace) -> int:
             typed = ",".join(f"{symbol}={size}" for symbol, size in point.items())
             remedy = did_you_mean(name, target.reference) or f"name one of {', '.join(target.reference)}"
             raise UsageError(f"--at {typed}", f"{name!r}", "it is no axis of the mesh and no --symbol", remedy)
-    points = [{**target.reference, **point} for point in options.at]  # what a point leaves out stays as it is
+    points = [{**target.reference, **point} for point in options.at]  # other sizes stay as they are
 
     def tell(point: str) -> None:
         print(f"shardc: compiling at {point}", file=sys.stderr)
@@ -133,7 +133,7 @@ def _run_symbolic(options: argparse.Namespace) -> int:
 
 # A target with named sizes.
 
-LAYERS = "L"  # the name of the number of repeated modules where no --symbol names it
+LAYERS = "L"  # the symbol for the number of repeated modules if no --symbol names it
 HF_LAYERS = "num_hidden_layers"
 
 
@@ -141,9 +141,9 @@ HF_LAYERS = "num_hidden_layers"
 class SymbolicTarget:
     """A target whose sizes have names.
 
-    ``reference``: the size of each symbol as the target comes. ``dims``: the symbols of dims of inputs, each as the dim
-    and its size; it stands for every input of that size there. ``settings``: those of settings. ``repeated``: the
-    symbol of a list of modules.
+    ``reference``: the size of each symbol in the target as loaded. ``dims``: for each symbol of a dim of an input, the
+    dim and its size; it stands for every input with that size there. ``settings``: for each symbol of a setting, the
+    setting. ``repeated``: a list of modules and the symbol of its length.
     """
 
     options: argparse.Namespace
@@ -173,7 +173,7 @@ class SymbolicTarget:
 
 
 def symbolic_target(options: argparse.Namespace) -> SymbolicTarget:
-    """The target with the names that ``--symbol`` gives. Raises a UsageError for a name of nothing."""
+    """The target with the symbols of ``--symbol``. Raises a UsageError for one that is taken or names no size."""
     from shardc.cli.targets.target import default_sizes, input_shapes, module_lists
     from shardc.report.symbolic.plan import Repeated
 
@@ -210,7 +210,7 @@ def symbolic_target(options: argparse.Namespace) -> SymbolicTarget:
 
 
 def _is_chosen_as_a_whole(options: argparse.Namespace) -> bool:
-    """Whether the compiler chooses stages or activations over all modules, which fewer modules would not tell."""
+    """Whether the compiler chooses stages or saved activations over all modules: fewer would not predict them."""
     return options.pipeline is not None or (options.remat is not None and options.remat.budget is not None)
 
 

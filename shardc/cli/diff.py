@@ -34,7 +34,7 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compare, and write the difference. GOOD where there is none, as with ``diff``."""
+    """Compare, and write the difference. GOOD if there is none, as with the shell's ``diff``."""
     if is_dump(options.a) and is_dump(options.b):
         check_dumps(options, [options.a, options.b])
     targets: dict[str, Compiled] = {}
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _dump(options: argparse.Namespace, operand: str, targets: dict[str, Compiled]) -> Dump:
-    """The dump of an operand; ``targets`` are those that are compiled already."""
+    """The dump of an operand. ``targets``: a cache of compiled targets."""
     if is_dump(operand):
         return read_dump(operand)
     from shardc.report.dump.program_record import program_record

@@ -12,7 +12,7 @@ from shardc.cli.compile import compiled, retyped, write
 from shardc.language.errors import UsageError, did_you_mean
 from shardc.report.dump.schema import FORMATS, TABLES
 
-LACKED_BY_EXPLAIN = {  # options of dump, and whether each takes a value
+LACKED_BY_EXPLAIN = {  # options of dump that explain lacks, and whether each takes a value
     **dict.fromkeys(("--format", "--after", "--diff", "--only", "--output", "-o"), True),
     **dict.fromkeys(("--schema", "--verbose", "-v"), False),
 }

@@ -73,7 +73,7 @@ def _record(explanation: Explanation, choices: tuple[Alternative, ...], advice: 
 def _of_collective(
     options: argparse.Namespace, program: Compiled, explanation: Explanation
 ) -> tuple[tuple[Alternative, ...], Advice | None]:
-    """The alternatives to a collective, and what would remove it. A member of a bucket has none of its own."""
+    """The alternatives to a collective, and advice to remove it. A member of a bucket has neither."""
     if explanation.sent is None:
         return (), None
     from shardc.report.explain.alternatives import alternatives

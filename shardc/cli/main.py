@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code. Usage errors of argparse exit with 2."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # letters that the terminal lacks
+            stream.reconfigure(errors="backslashreplace")  # for letters that the terminal lacks
     parser = Parser(prog="shardc", description="Shard a PyTorch model by a few annotations.", epilog=EXIT_CODES)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     try:

@@ -1,4 +1,4 @@
-"""``shardc suggest``: the plans that are best for a model on a number of devices."""
+"""``shardc suggest``: find the best plans for a model on a number of devices."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Search, and write the best plans. CHECK_FAILED where none fits in memory; Ctrl-C writes the best so far."""
+    """Search, and write the best plans. CHECK_FAILED if none fits in memory; Ctrl-C writes the best so far."""
     check_output(options.output)
     machine = _machine(options)
     found = _suggested(options, machine)
@@ -79,7 +79,7 @@ def _suggested(options: argparse.Namespace, machine: Machine) -> Suggested:
 
 
 def _fixed(options: argparse.Namespace) -> dict[str, list[Any]]:
-    """What ``--fix`` says, as ``suggest`` takes it: for each name the values that are allowed."""
+    """The allowed values of each name in ``--fix``, as ``suggest`` takes them."""
     fixed: dict[str, list[Any]] = {}
     for name, value in options.fix:
         fixed.setdefault(name, []).append(_precision(value) if name == "precision" and value else value)

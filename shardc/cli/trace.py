@@ -1,4 +1,4 @@
-"""``shardc trace``: the predicted timeline of a step, for a viewer of traces."""
+"""``shardc trace``: the predicted timeline of a step, for a trace viewer."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compile, run and compare. CHECK_FAILED where a tensor differs."""
+    """Compile, run and compare. CHECK_FAILED if a tensor differs."""
     from shardc.verify import differences_text, verify
 
     target = load(options, device="cpu")

@@ -83,7 +83,7 @@ def _shape(type_: TensorType | None) -> Shape | None:
 
 
 def _convolution_backward_flops(grad: Shape, x: Shape, weight: Shape, *further: Any, out_val: Any) -> int:
-    """As many as in forward for each of the two gradients; torch's formula ignores groups."""
+    """Each of the two gradients costs as much as the forward. torch's formula ignores groups."""
     is_transposed, mask = further[4], further[7]
     each: int = conv_flop_count(list(x), list(weight), list(grad), transposed=is_transposed)
     return (mask[0] + mask[1]) * each
@@ -100,8 +100,8 @@ def nbytes(type_: TensorType | None) -> int:
 def stored_bytes(program: Program, names: Collection[str]) -> dict[str, int]:
     """Bytes by class of these parameters as they are stored, their gradients and the optimizer's states.
 
-    With the copies of parameters that are kept to compute on; a pipeline keeps none between steps. ``offloaded``: how
-    many of them are not on the device.
+    Parameters include the copies that are kept to compute on; a pipeline keeps none between steps. ``offloaded``: the
+    bytes, of all classes, that are not on the device.
     """
     nodes = parameters_of(program)
     results = {} if has_stages(program) else results_by_parameter(program, "computed")
@@ -115,7 +115,7 @@ def stored_bytes(program: Program, names: Collection[str]) -> dict[str, int]:
         "optimizer": program.options.optimizer_states
         * sum(nbytes(program.local_type(nodes[name])) for name in gradients),
     }
-    offloaded = sum(bytes_.values()) if program.options.offloads else 0  # all of it by a pipeline
+    offloaded = sum(bytes_.values()) if program.options.offloads else 0  # a pipeline offloads all of it
     if program.options.offloaded is not None:
         below = stored_below(program).intersection((*stored, *gradients.values()))
         offloaded = sum(nbytes(program.local_type(node)) for node in below) + bytes_["optimizer"]
@@ -123,7 +123,7 @@ def stored_bytes(program: Program, names: Collection[str]) -> dict[str, int]:
 
 
 def resident_bytes(program: Program, stages: Sequence[Stage], place: Sequence[int]) -> Iterator[int]:
-    """The stored bytes of each stage, all classes together; parameters of several stages of a rank count once."""
+    """The bytes of all classes that each stage stores on the device; what stages of one rank share counts once."""
     counted: dict[int, set[str]] = {rank: set() for rank in place}
     for stage, rank in zip(stages, place, strict=True):
         stored = stored_bytes(program, set(stage.parameters) - counted[rank])
@@ -161,7 +161,10 @@ def on_machine(program: Program, machine: Machine) -> Program:
 
 
 def seconds(program: Program, node: fx.Node) -> float:
-    """The time of a call; of a collective, on the wire; of a ring, the longer of both, but for a chunk by itself."""
+    """The time of a call; of a collective, on the wire.
+
+    In a ring it is the longer of sending and computing, plus the chunk that is computed while nothing is sent.
+    """
     if not is_collective(node):
         return call_seconds(program, node)
     sending = collective_seconds(program, collective_at(program, node))
@@ -176,12 +179,12 @@ Work = tuple[int, int]  # the operations of a call on one rank's shards, and the
 
 @cached_on_program
 def work_of(program: Program) -> Mapping[fx.Node, Work]:
-    """The work of each call of a program that no pass changes any more, which is the same on every machine."""
+    """The work of each call of a program that no pass changes any more. It is the same on every machine."""
     return {node: (flops_of_call(program, node), bytes_moved(program, node)) for node in program.calls}
 
 
 def call_seconds(program: Program, node: fx.Node, work: Work | None = None) -> float:
-    """The time for which one rank computes in a call, whose ``work`` may be known; 0 for a view."""
+    """The time that one rank computes in a call; 0 for a view. ``work``: the call's work, if it is known."""
     if is_free(node):
         return 0.0
     if node.target in DOT_RINGS:
@@ -195,14 +198,14 @@ def call_seconds(program: Program, node: fx.Node, work: Work | None = None) -> f
     flops, moved = work or (flops_of_call(program, node), bytes_moved(program, node))
     ring = ring_of(node)
     if ring is not None:
-        flops = round(ring.imbalance * flops)  # all wait for the busiest
+        flops = round(ring.imbalance * flops)  # all ranks wait for the busiest
     return program.options.machine.device.seconds(flops, moved, dtype, is_attention(node.target) or ring is not None)
 
 
 def chunk_seconds(program: Program, node: fx.Node) -> float:
-    """The time of one chunk in a ring, during which nothing is sent; 0 for other calls.
+    """The time of the chunk of a ring that is computed while nothing is sent; 0 for other calls.
 
-    It is the last chunk of those that arrive, or the first of a sum.
+    It is the last chunk to arrive, or the first chunk of a sum.
     """
     ring = ring_of(node)
     if ring is not None and ring.steps:

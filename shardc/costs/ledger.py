@@ -1,6 +1,6 @@
-"""The ledger of memory: the blocks that one rank allocates and frees over a step, in order, and what follows from it.
+"""The ledger of memory: the blocks that one rank allocates and frees over a step, in order.
 
-The curve, the peak, the classes of bytes and what is alive at the peak are all read off the same entries.
+The curve, the peak, the classes of bytes and the blocks alive at the peak are all read off the same entries.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardc.program.program import Value
 class Block:
     """Memory that some values share, allocated for ``value``; alive as long as it has holders.
 
-    ``value``: a node and the number of its result, or ``WORKSPACE`` for what its call holds besides while it runs.
+    ``value``: a node and the number of its result, or ``WORKSPACE`` for memory that its call holds while it runs.
     ``kind``: a class of bytes, see ``memory_curve``. ``below``: its bytes in the tier below the device's memory.
     """
 
@@ -39,8 +39,8 @@ class Ledger:
 
     ``entries``: each block that is allocated or, if it is alive, freed, in order. ``calls`` and ``ends``: each call and
     the number of entries at its end, before its dead operands are freed. ``actions``: each with the number of entries
-    at its end. ``saved``: what backward reads of forward; in a pipeline the most that microbatches under way keep
-    between two actions. ``saved_below``: the same of the tier below, with the bytes there. ``gathered``: copies of
+    at its end. ``saved``: the blocks of forward that backward reads; in a pipeline the most that microbatches under way
+    keep between two actions. ``saved_below``: the same in the tier below, with the bytes there. ``gathered``: copies of
     parameters, the most at a time; in a pipeline all, which live for the whole step. ``parameters``: the names of those
     that the rank stores.
     """
@@ -81,7 +81,7 @@ class Ledger:
             self.drop(env.pop(node, ()))
 
     def note_saved(self, blocks: Collection[Block]) -> None:
-        """Note what is saved for backward at a time."""
+        """Note the blocks that are saved for backward at one time."""
         below = [replace(block, nbytes=block.below) for block in blocks if block.below]
         self.saved = max(self.saved, blocks, key=bytes_of)
         self.saved_below = max(self.saved_below, below, key=bytes_of)
@@ -109,7 +109,7 @@ class Ledger:
         return list(accumulate((sign * nbytes for nbytes, sign in entries), initial=0))
 
     def most(self, counts: Callable[[Block], bool] | None = None) -> Collection[Block]:
-        """The blocks that are alive where their bytes are most: at the peak, if all count."""
+        """The blocks that are alive when their bytes are most: at the peak, if all count."""
         balances, alive = self.balances(counts), dict[Block, None]()
         for block, sign in islice(self.changes(), balances.index(max(balances))):
             if sign < 0:

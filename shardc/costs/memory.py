@@ -22,28 +22,28 @@ def memory_of(program: Program) -> dict[str, int]:
     """Bytes on one rank by class, of an annotated program or a later one; of a pipeline, on the rank of highest peak.
 
     ``parameters``: as they are stored, with the copies that are kept to compute on; shared bytes count once.
-    ``gradients``: as they are before the optimizer's step, which is whole under stage 1 of ``Zero``. ``optimizer``:
-    its states in the parameter's dtype, Adam's two by default (the fp32 master copy of ZeRO's paper is a parameter
-    here). ``saved``: activations that forward makes and backward reads; in a pipeline the most that microbatches under
-    way keep between two actions of the schedule. ``gathered``: the most that is gathered of parameters at a time, or
-    brought back of what the option ``saved`` names; in a pipeline all that is gathered, since it lives for the whole
-    step, in host memory while its stage is offloaded.
-    ``offloaded``: how many of the bytes of parameters, gradients and optimizer are in the tier below. ``saved_below``:
-    what is saved there, beside ``saved``. ``residuals``: what codes leave out of gradients, kept from step to step.
-    ``peak``: the most that is alive at a time, inputs and optimizer included; in a pipeline with the inputs of all
-    microbatches, the sums of gradients and what is added to them, and messages: from their computation until they are
-    sent, and from their receive until their last reader. Idle stages that are offloaded have no memory on the device.
+    ``gradients``: as they are before the optimizer's step; under stage 1 of ``Zero`` they are then whole.
+    ``optimizer``: its states in the parameter's dtype, Adam's two by default (the fp32 master copy of ZeRO's paper is a
+    parameter here). ``saved``: activations that forward makes and backward reads; in a pipeline the most that
+    microbatches under way keep between two actions of the schedule. ``gathered``: the most bytes at a time of gathered
+    parameters, and of values that the option ``saved`` names and backward brings back; in a pipeline all gathered
+    bytes, since they live for the whole step, in host memory while their stage is offloaded.
+    ``offloaded``: the bytes of parameters, gradients and optimizer in the tier below. ``saved_below``: the activations
+    saved there, beside ``saved``. ``residuals``: the part that codes leave out of gradients, kept from step to step.
+    ``peak``: the most bytes alive at a time, inputs and optimizer included. In a pipeline that counts the inputs of all
+    microbatches, the sums of gradients and their summands, and messages: from their computation until they are sent,
+    and from their receive until their last reader. Idle stages that are offloaded have no memory on the device.
     """
     return max(memory_by_rank(program), key=lambda memory: memory["peak"])
 
 
 def memory_by_rank(program: Program) -> list[dict[str, int]]:
-    """The same for each rank of a lowered or localized pipeline, of the stages that it holds; else for one rank."""
+    """The bytes of ``memory_of`` for each rank of a lowered or localized pipeline; for other programs, for one rank."""
     return [memory_on(program, ledger) for ledger in ledgers_of(program)]
 
 
 def memory_on(program: Program, ledger: Ledger, count: Callable[[Iterable[Block]], Any] = bytes_of) -> dict[str, Any]:
-    """The bytes by class of one rank. ``count``: the bytes of blocks of its ledger in those of the program's sizes."""
+    """The bytes by class of one rank. ``count``: adds up the bytes of blocks, by default at the program's sizes."""
     stored, options = stored_bytes(program, ledger.parameters), program.options
     offloaded = stored.pop("offloaded")
     residuals = sum(nbytes(program.local_type(node)) for node in inputs_of(program, "residual").values())

@@ -1,9 +1,9 @@
 """Replays of a step that write ledgers: a program's calls in order, or the actions of each rank of a pipeline.
 
-State: an ``Env`` maps nodes to the blocks of their results, ``base`` those that live for the whole step. In a pipeline
-each stage has its ``base``, an env for each microbatch, and ``sums`` of what is added up. ``waiting`` messages are
-computed and not yet sent; ``posted`` ones have memory to be received in. Invariant: the ledger has as alive all blocks
-that these hold, inputs included.
+State: an ``Env`` maps nodes to the blocks of their results; ``base`` has the blocks that live for the whole step. In a
+pipeline each stage has its ``base``, an env for each microbatch, and ``sums`` over microbatches. ``waiting`` messages
+are computed and not yet sent; ``posted`` ones have memory to be received in. Invariant: all blocks that these hold,
+inputs included, are alive in the ledger.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ from shardc.program.stages import PARTS_OF, TIMED, Crossing, Stages, has_stages,
 from shardc.schedules.schedule import ALL, COMPUTE, SENDS, Action, Schedule
 
 CallsWithDeaths = Sequence[tuple[fx.Node, Collection[fx.Node]]]  # in order, each with the values that die after it
-Message = tuple[Crossing, int]  # of a microbatch, or ALL for one that is sent once a step
+Message = tuple[Crossing, int]  # with its microbatch, or ALL if it is sent once a step
 
 
 def ledgers_of(program: Program) -> list[Ledger]:
-    """The ledger of each rank of a lowered pipeline; of any other program one, since all its ranks are alike."""
+    """The ledger of each rank of a lowered pipeline; a single one for other programs, whose ranks are all alike."""
     parts = split(program)
     if has_stages(program):
         stages, schedule = stages_of(program), schedule_of(program)
@@ -71,7 +71,7 @@ def ledgers_of(program: Program) -> list[Ledger]:
 def _kinds(program: Program, parts: Parts, owners: Mapping[Value, Value]) -> dict[Value, str]:
     """The class of each value's bytes: that of the value whose memory it shares.
 
-    ``owners``: those of one rank. What another rank's backward reads is saved too.
+    ``owners``: those of one rank. Values that another rank's backward reads are saved too.
     """
     parameters, update, forward = set(parameters_of(program).values()), set(parts.update), set(parts.forward)
     reads = {read for node in parts.backward for read in node.all_input_nodes if not is_getitem(node)}
@@ -114,7 +114,7 @@ def with_deaths(calls: Sequence[fx.Node], later: Collection[fx.Node]) -> CallsWi
 class _Replay:
     """Runs calls on blocks. ``owners``: see ``owners_of``; ``kinds``: the class of each value's bytes.
 
-    What is known of a call is found out once, whichever microbatch it runs for: ``sources``, ``workspace``, ``nbytes``.
+    Facts of a call are computed once for all microbatches: ``sources``, ``workspace``, ``nbytes``.
     """
 
     def __init__(
@@ -144,9 +144,9 @@ class _Replay:
         return self.ledger
 
     def run_calls(self, calls: CallsWithDeaths, env: Env, base: Env, unchanged: Collection[fx.Node] = ()) -> None:
-        """Run calls, of which those ``unchanged`` return their operand.
+        """Run calls; those in ``unchanged`` return their operand.
 
-        What goes to the tier below is held until its copy is waited for, at the latest when all calls have run.
+        A value that goes to the tier below is held until its copy is waited for, at the latest at the end of all calls.
         """
         leaving = deque[Blocks]()
         for node, dead in calls:
@@ -177,16 +177,16 @@ class _Replay:
         """The results of a call, each with the operand that it is a view of, if it is one."""
         shown = {self.owners.get(self.program.value(each)): each for each in node.all_input_nodes}
         values = ((node, i) for i in range(len(self.program.types(node))))
-        return [(value, shown.get(self.owners.get(value, value))) for value in values]  # what is no tensor has no owner
+        return [(value, shown.get(self.owners.get(value, value))) for value in values]  # only tensors have owners
 
     def new(self, value: Value, of: Value | None = None) -> Block:
-        """A block for a value, of its class or of that ``of`` another value; without bytes for one in the tier."""
+        """A block for a value, of its own class or that of ``of``; a value in the tier below has no bytes here."""
         size, is_below = self.nbytes(value), value[0] in self.below
         return Block(value, 0 if is_below else size, self.kinds.get(of or value, "working"), below=size * is_below)
 
 
 def workspace(program: Program, node: fx.Node) -> int:
-    """Bytes that a call holds besides operands and results while it runs: what comes round, and scores."""
+    """Bytes that a call holds besides operands and results while it runs: chunks that come round, and scores."""
     ring, tiled = ring_of(node), (TILED, TILED_BACKWARD, TILED_MASK_BACKWARD)
     nbytes = bytes_in_ring(program, node)
     is_backward = node.target in (ring_attention_backward, *tiled[1:])
@@ -207,7 +207,7 @@ def workspace(program: Program, node: fx.Node) -> int:
 
 
 def bytes_in_ring(program: Program, node: fx.Node) -> int:
-    """Bytes of what goes round that a rank holds while a ring runs, besides its own chunk; 0 for other calls."""
+    """Bytes of travelling chunks that a rank holds while a ring runs, besides its own; 0 for other calls."""
     if node.target in DOT_RINGS:
         return dots_workspace(node.target, node.args, num_chunks(program, node), *local_types(program, node))
     ring = ring_of(node)
@@ -249,9 +249,10 @@ def find(env: Env, base: Env, node: fx.Node) -> Blocks:
 class _RankReplay(_Replay):
     """One rank of a pipeline; see the state and the invariant above.
 
-    ``resident``: where stages are offloaded. ``away``: those in host memory; ``fixed``: inputs that never go there.
-    ``own``: sums in memory of their own, by stage; ``in_place``: those that may be in their first summand's.
-    ``forgotten``: by stage and part, what is read right after the part and not again.
+    ``resident``: the stages on the device, if stages are offloaded. ``away``: the stages in host memory; ``fixed``: the
+    blocks of inputs that never go there. ``own``: sums in memory of their own, by stage; ``in_place``: sums that may
+    use the memory of their first summand. ``forgotten``: by stage and part, the values that are read right after the
+    part and not again.
     """
 
     def __init__(self, stages: Stages, schedule: Schedule, rank: int, parts: Parts) -> None:
@@ -296,7 +297,7 @@ class _RankReplay(_Replay):
         return self.ledger
 
     def _hold_inputs(self) -> None:
-        """Allocate the inputs, of data the pieces of all microbatches. An offloaded stage has its own parameters."""
+        """Allocate the inputs, data for all microbatches. If stages are offloaded, each has its own parameters."""
         inputs, parameters = Env(), set(parameters_of(self.program).values())
         for node in self.program.placeholders:
             times = self.schedule.num_microbatches if is_cut_in_time(self.program.sharding(node)) else 1
@@ -313,7 +314,7 @@ class _RankReplay(_Replay):
                 self.away.add(stage)
 
     def _kept(self) -> set[Block]:
-        """What microbatches under way keep on the device, and nothing that lives for the whole step."""
+        """The blocks that microbatches under way keep on the device, without those that live for the whole step."""
         on_device = self.base.keys() - self.away
         envs = (env for (stage, _), env in self.envs.items() if stage in on_device)
         lasting = {block for stage in on_device for blocks in self.base[stage].values() for block in blocks}
@@ -332,7 +333,7 @@ class _RankReplay(_Replay):
             self._bring_back(stage)
 
     def _bring_back(self, stage: int) -> None:
-        """Allocate new blocks, shared as before. A parameter that another stage has is on the device already."""
+        """Allocate new blocks, shared as before. A parameter that a stage on the device shares is there already."""
         base, moved = self.base[stage], dict[Block, Block]()
         for other in self.base.keys() - self.away:
             shared = self.base[other].keys() & base.keys() & self.parameters.keys()
@@ -349,7 +350,7 @@ class _RankReplay(_Replay):
         yield from (env for (owner, _), env in self.envs.items() if owner == stage)
 
     def _begin(self, stage: int) -> None:
-        """Run what a stage does once a step before its first microbatch."""
+        """Run the parts of a stage that come before the schedule: ``once``, ``count`` and ``settle``."""
         base = self.base[stage]
         self._take_turn()
         self._run(stage, "once", base)
@@ -433,7 +434,7 @@ class _RankReplay(_Replay):
                 self.ledger.put(sums, into, (self.new(self.program.value(added), self.program.value(into)),))
 
     def _end(self) -> None:
-        """Run what stages do once a step after the last microbatch: sums over stages and over ranks."""
+        """Run the part of stages that comes after the last microbatch: sums over stages and over ranks."""
         for way in ways_after(self.stages):
             if way.source in self.here:
                 self._take_turn()

@@ -1,4 +1,4 @@
-"""The rings of a step, of attention and of products: what they send, hold and wait for."""
+"""The rings of a step, of attention and of products: bytes sent and held, and times."""
 
 from __future__ import annotations
 

@@ -50,19 +50,19 @@ class StepCost:
         return traffic, MemoryEntry(**self.memory), self.flops
 
     def text(self) -> str:
-        """A table of each."""
+        """The cost as tables."""
         traffic, flops = traffic_text(self.traffic, has_values=True), flops_text({"one rank": self.flops})
         return "\n".join(filter(None, (traffic, memory_text(self.memory), copies_text(self.copies), flops)))
 
 
 def step_cost(program: Program) -> StepCost:
-    """The cost of a lowered or localized program; memory and operations of a pipeline are those of its fullest rank."""
+    """The cost of a lowered or localized program; of a pipeline, memory and operations are each of the fullest rank."""
     traffic = tuple(traffic_of(collectives_of(program)))
     return StepCost(traffic, memory_of(program), rank_flops(program), copies_of(program))
 
 
 def copies_of(program: Program) -> tuple[Copies, ...]:
-    """What is copied in a step between the device and the tier below; in a pipeline by all stages, as is sent."""
+    """The copies of a step between the device and the tier below; in a pipeline those of all stages, as in traffic."""
     found = dict[tuple[Phase, Way], list[int]]()
     for node, times in calls_of_step(program):
         if node.target in TRANSFERS:
@@ -73,7 +73,7 @@ def copies_of(program: Program) -> tuple[Copies, ...]:
 
 
 def copies_text(copies: Sequence[Copies]) -> str:
-    """A table; empty where nothing is copied."""
+    """A table; empty if nothing is copied."""
     rows = [(each.phase, each.way, each.count, bytes_text(each.bytes)) for each in copies]
     return table(("phase", "copies of a step", "count", "bytes"), rows) if rows else ""
 
@@ -110,7 +110,7 @@ def _change_bytes(shards: Sequence[TensorType], local: Local) -> int:
 
 
 def outer_note(entry: OuterEntry | None) -> str:
-    """What groups send in outer steps; empty where there are none."""
+    """A line about the bytes that groups send in outer steps; empty if there are none."""
     if entry is None:
         return ""
     sent, each = bytes_text(entry.wire_bytes), bytes_text(entry.wire_bytes // entry.every)
@@ -138,7 +138,7 @@ class StepRecord:
         return step_timeline(self.program)
 
     def entry(self) -> TimeEntry:
-        """The entry; of a pipeline only ``step``, since its schedule has the rest."""
+        """The entry; for a pipeline only ``step``, since its schedule has the rest."""
         step = rounded(self.timeline.makespan)
         if has_stages(self.program):
             return TimeEntry(step)
@@ -179,7 +179,7 @@ class StepRecord:
         return table(("predicted step", "count", "time", "waited for", "link"), rows)
 
     def _waiting_seconds(self) -> Counter[object]:
-        """For each lane the time for which the computing lane is idle until a task on it ends."""
+        """For each lane the time that the computing lane is idle until a task on it ends."""
         lanes, waiting = {task.name: task.lanes[0] for task in self.timeline.tasks}, Counter[object]()
         for name, seconds in self.timeline.waited(COMPUTING).items():
             waiting[lanes[name]] += seconds  # type: ignore[assignment]

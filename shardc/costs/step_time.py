@@ -1,7 +1,7 @@
-"""The timeline of a step before it runs: every call and collective of one rank, or all ranks of a pipeline.
+"""The predicted timeline of a step: every call and collective of one rank, or of all ranks of a pipeline.
 
-A rank computes in the order of the program. A collective starts where it stands in the program and overlaps with what
-is computed after it; its first reader waits for it. Collectives over the same axes follow each other.
+A rank computes in the order of the program. A collective starts where it stands in the program and overlaps with the
+computation after it; its first reader waits for it. Collectives over the same axes run one after another.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def step_timeline(program: Program) -> Timeline:
 
 
 def axes_and_link(lane: Hashable) -> tuple[str, str]:
-    """The axes of a lane of collectives, and its link where that crosses nodes."""
+    """The axes of a lane of collectives, and its link if that crosses nodes."""
     axes, _, link = str(lane).removeprefix(OVER).partition(BY)
     return axes, link
 
@@ -80,7 +80,7 @@ class Slice:
     """The name of a task on a lane of one rank: a call or a collective. It is equal to no other.
 
     ``name``: of the node. ``text``: ``phase/module/name``. ``kind``: of a collective. ``is_share``: the part of a
-    collective's time in which its rank computes nothing. ``sent``: by a collective.
+    collective's time in which its rank computes nothing. ``sent``: the data that a collective sends.
     """
 
     name: str
@@ -140,9 +140,9 @@ class _Lanes:
             yield Task(name, (COMPUTING,), seconds, after)
 
     def _ring(self, node: fx.Node) -> Iterator[Task]:
-        """The rank computes with what it has while the next is on its way.
+        """The tasks of a ring: the rank computes with the chunk that it has while the next one is on its way.
 
-        It computes the last chunk once that has arrived, or the first of a sum before any is sent.
+        It computes the last chunk once that has arrived, or the first chunk of a sum before any is sent.
         """
         operands, alone = self._operand_makers(node), chunk_seconds(self.program, node)
         if node.target is dots_scatter:
@@ -182,7 +182,7 @@ class _Lanes:
         return Slice(node.name, text, phase, kind, sent=sent)
 
 
-# The ranks of a pipeline: what they do once a step, before and after the schedule.
+# The ranks of a pipeline: their tasks once a step, before and after the schedule.
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +273,7 @@ def _seconds_by_axis(
     elsewhere = on_machine(program, replace(program.options.machine, links=links))
     seconds = dict.fromkeys(links, 0.0)
     for each in collectives:
-        names = [name for name in _axes(program, each) if name in links]  # an axis of one rank has none
+        names = [name for name in _axes(program, each) if name in links]  # an axis of one rank has no link
         for name in names:
             seconds[name] += each.times * collective_seconds(elsewhere, each) / len(names)
     return seconds

@@ -22,11 +22,12 @@ from shardc.language.machine import (
 
 
 def cluster(links: Any, device: Device | str | None, devices: int, nodes: int) -> Machine:
-    """The machine of a number of devices in a number of nodes.
+    """The machine with ``devices`` devices, spread evenly over ``nodes`` nodes.
 
-    ``links``: ``"nvlink"`` inside a node, ``("nvlink", "infiniband")`` also between nodes: presets, ``Link``s, or files
-    that ``shardc bench-links`` wrote; a Machine as it is. ``device``: likewise; by default that of a file. Raises an
-    OptionError for what has no meaning.
+    ``links``: the link inside a node, ``"nvlink"``, or that and the one between nodes, ``("nvlink", "infiniband")``.
+    Each is a preset, a ``Link`` or a file that ``shardc bench-links`` wrote. A Machine keeps its links and nodes.
+    ``device``: a preset, a ``Device`` or such a file; by default the device of a file in ``links``. Raises an
+    OptionError for arguments that describe no machine.
     """
     for name, count in (("devices", devices), ("nodes", nodes)):
         if type(count) is not int or count < 1:

@@ -1,4 +1,4 @@
-"""Cuts of a dim and cuts of its factors: splitting the one into the others, and joining them again."""
+"""Split the cut of a dim into the cuts of its factors, and join these again."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from shardc.language.mesh import Axes, AxisPart, merge_parts
 from shardc.language.rule import Dims
 from shardc.language.sharding import WHOLE, DimSharding, Sharding, ceil_div, num_shards
 
-Digit = tuple[int, Axes]  # a size, and the parts that cut it: one into single elements, or several unevenly, or none
+Digit = tuple[int, Axes]  # a size, and its cut: one part into single elements, several parts unevenly, or none
 
 
 def factor_cuts(
     dims: Dims, shardings: Sequence[DimSharding], shape: tuple[int, ...], sizes: Mapping[str, int]
 ) -> dict[str, DimSharding]:
-    """How the cuts of a tensor's dims cut their factors; only factors that are cut appear."""
+    """The cuts of factors that follow from the cuts of a tensor's dims; factors that are not cut are left out."""
     cuts: dict[str, DimSharding] = {}
     for factors, dim, size in zip(dims, shardings, shape, strict=True):
         if not factors or not (dim.axes or dim.minor):
@@ -28,7 +28,7 @@ def factor_cuts(
 
 
 def dims_sharding(dims: Dims, cuts: Mapping[str, DimSharding], sizes: Mapping[str, int]) -> tuple[DimSharding, ...]:
-    """The dims of a tensor whose factors have these cuts."""
+    """The cuts of the dims of a tensor whose factors have these cuts."""
     return tuple(
         cuts.get(factors[0], WHOLE)
         if len(factors) == 1
@@ -40,10 +40,10 @@ def dims_sharding(dims: Dims, cuts: Mapping[str, DimSharding], sizes: Mapping[st
 def split_dim(dim: DimSharding, size: int, factor_sizes: Sequence[int]) -> tuple[DimSharding, ...]:
     """The cuts of a dim's factors, major first.
 
-    The dim is a row of digits, each an axis part, a whole rest, or a run that is cut unevenly; each factor takes digits
-    from the front until they make up its size. A cut that falls across two factors is split into parts of its axis: 8
-    elements cut by ``tp`` of size 4, seen as (2, 4), give ``tp:(1)2`` and ``tp:(2)2``. Cuts that do not line up with
-    the factors are left out, with all that follow them.
+    The dim is a row of digits, each an axis part, a whole remainder, or a run that is cut unevenly. Each factor takes
+    digits from the front until they make up its size. A cut that falls across two factors is split into parts of its
+    axis: 8 elements cut by ``tp`` of size 4, seen as (2, 4), give ``tp:(1)2`` and ``tp:(2)2``. A cut that does not line
+    up with the factors is left out, and so are all cuts after it.
     """
     subdims = dim.subdims(size)
     if [sub for sub, _ in subdims] == list(factor_sizes):
@@ -64,14 +64,14 @@ def _digits(size: int, axes: Axes) -> Iterator[Digit]:
 def _take_digits(digits: list[Digit], room: int, is_last: bool) -> DimSharding:
     """Remove the digits of one factor of size ``room`` from the front of a dim's digits, and join them.
 
-    An axis of one rank goes with the axis before it.
+    An axis of one rank belongs to the factor of the axis before it.
     """
 
     def is_even(size: int, axes: Axes) -> bool:
         return size % num_shards(axes) == 0
 
     def belongs(size: int, axes: Axes) -> bool:
-        """Whether a digit of one element is this factor's: an axis of one rank behind another axis of it."""
+        """Whether a digit of size 1 is this factor's: an even one after another axis, an uneven one as the first."""
         return bool(factor and factor[-1][1]) if is_even(size, axes) else not factor
 
     factor: list[Digit] = []
@@ -89,12 +89,12 @@ def _take_digits(digits: list[Digit], room: int, is_last: bool) -> DimSharding:
 
 
 def join_dim(factors: Sequence[tuple[int, DimSharding]]) -> DimSharding:
-    """One dim of several factors, each ``(size, its cut)``, major first."""
+    """The cut of one dim of several factors, each ``(size, cut)``, major first."""
     return _join_subdims([sub for size, cut in factors for sub in cut.subdims(size)])
 
 
 def _join_subdims(subdims: Sequence[tuple[int, Axes]]) -> DimSharding:
-    """One dim: neighbouring sub-dims are joined where that leaves every element on its rank."""
+    """The cut of one dim: neighbouring sub-dims are joined if that leaves every element on its rank."""
     joined: list[tuple[int, Axes]] = []
     for size, axes in subdims:
         pair = _join_pair(*joined[-1], size, axes) if joined else None
@@ -105,17 +105,17 @@ def _join_subdims(subdims: Sequence[tuple[int, Axes]]) -> DimSharding:
 
 
 def _join_pair(major: int, major_axes: Axes, minor: int, minor_axes: Axes) -> tuple[int, Axes] | None:
-    """Two sub-dims as one.
+    """Join two sub-dims into one; None if that is not possible.
 
-    Possible where the major one is cut into single elements, or evenly with the minor one whole. Each part that
-    merging makes must divide what it cuts, or the chunks would be others.
+    It is possible if the major one is cut into single elements, or evenly with the minor one whole. A merged axis part
+    must divide the size that it cuts, or the chunks would change.
     """
     if not minor_axes and major % num_shards(major_axes) == 0:
         return major * minor, major_axes
     if major != num_shards(major_axes):
         return None
     if major > 1 and minor > 1 and minor_axes[0].size == 1:
-        return None  # an axis of one rank would be found with the major one
+        return None  # split_dim would give the axis of one rank to the major one
     parts, rest = major_axes + minor_axes, major * minor
     merged = merge_parts(parts)
     for part in merged:
@@ -126,7 +126,7 @@ def _join_pair(major: int, major_axes: Axes, minor: int, minor_axes: Axes) -> tu
 
 
 def extends(longer: DimSharding, shorter: DimSharding) -> bool:
-    """Whether one cut is the other cut further: the same, or with more minor axes, or of a whole dim."""
+    """Whether ``longer`` equals ``shorter`` or cuts it further: with more minor axes, or any cut of a whole dim."""
     if longer is shorter:
         return True
     if shorter.minor or len(longer.all_axes) <= len(shorter.all_axes):
@@ -135,9 +135,9 @@ def extends(longer: DimSharding, shorter: DimSharding) -> bool:
 
 
 def without_idle(cut: DimSharding, size: int) -> tuple[DimSharding, Axes]:
-    """A cut without its idle parts, along which only the first ranks hold anything, and these parts.
+    """A cut without its idle parts, along which only the first rank holds data, and these parts.
 
-    4 elements over 16 ranks of ``w`` stand on the first 4: they are cut by its minor 4, and its major 4 are idle.
+    4 elements over 16 ranks of ``w`` are on the first 4: the minor 4 of ``w`` cut them, and its major 4 are idle.
     """
     busy: list[AxisPart] = []
     for i, part in enumerate(cut.axes):

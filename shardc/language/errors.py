@@ -14,15 +14,15 @@ def error_text(who: str, what: str, problem: str, remedy: str) -> str:
 
 
 class UserError(Exception):
-    """An error that may go to another process, as Ray and pools of processes send it to the one that waits for it."""
+    """An error that can be pickled: Ray and process pools send errors to the process that waits for the result."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the message and the parts; by default pickle makes an error from its message alone."""
+        """Pickle the message and the parts; by default pickle recreates an error from its message alone."""
         return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
 
 class FourPartError(UserError):
-    """An error in four parts: who it is about, what that is, what the problem is, and what to do."""
+    """An error in four parts: its subject, a description of that, the problem, and the remedy."""
 
     def __init__(self, who: str, what: str, problem: str, remedy: str) -> None:
         self.who, self.what, self.problem, self.remedy = who, what, problem, remedy
@@ -30,7 +30,7 @@ class FourPartError(UserError):
 
     @property
     def parts(self) -> tuple[str, str, str, str]:
-        """The arguments of the error, with which another rank can raise it too."""
+        """The arguments of the error, from which another rank can raise the same error."""
         return self.who, self.what, self.problem, self.remedy
 
 
@@ -43,7 +43,7 @@ class ShardingError(FourPartError, ValueError):
 
 
 def raise_all(errors: Sequence[ShardingError]) -> None:
-    """Raise all errors as one of the first one's type, equal problems once; do nothing where there is none."""
+    """Raise one error, of the first one's type, that lists all errors, equal problems once; do nothing without any."""
     if not errors:
         return
     groups: dict[tuple[str, str], list[ShardingError]] = {}
@@ -75,11 +75,11 @@ class CaptureError(UserError, RuntimeError):
 
 
 class OrderError(FourPartError, RuntimeError):
-    """Calls in an order that is not possible, in the four parts of a ``ShardingError``."""
+    """Calls in an invalid order, in the four parts of a ``ShardingError``."""
 
 
 class CommunicationError(UserError, RuntimeError):
-    """A collective that did not end: ``who`` is the collective with its ranks, ``problem`` which of them is gone."""
+    """A collective that did not end: ``who`` is the collective with its ranks, ``problem`` names the lost rank."""
 
     def __init__(self, who: str, problem: str) -> None:
         self.who, self.problem = who, problem
@@ -111,7 +111,7 @@ _RAISED = "raised by the model at "
 
 
 def note_place_in_model(error: Exception, place: str) -> None:
-    """Add a note to an error that the user's code or one of its ops raised: where in the model that was."""
+    """Add a note to an error that the user's code or one of its ops raised: the place in the model."""
     error.add_note(_RAISED + place)
 
 

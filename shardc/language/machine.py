@@ -48,17 +48,17 @@ class Link:
         return num_steps(kind, num_ranks) * latency + wire_bytes / bandwidth
 
     def of_kind(self, kind: str) -> tuple[float, float]:
-        """Latency and bandwidth of one kind of collective; ``send`` is that of all messages to one rank."""
+        """Latency and bandwidth of one kind of collective; all kinds of messages to one rank count as ``send``."""
         kind = "send" if kind in WHOLE_PAYLOAD else kind
         return next(((each[1], each[2]) for each in self.kinds if each[0] == kind), (self.latency, self.bandwidth))
 
 
 @dataclass(frozen=True, slots=True)
 class HierarchicalLink:
-    """The network of a group of ranks that is in several nodes: ``num_inside`` of them in each, ``num_nodes`` nodes.
+    """The network of a group of ranks in ``num_nodes`` nodes, with ``num_inside`` ranks in each.
 
-    A reduction goes inside each node first, then between nodes with the part that a rank has, and back; so does a
-    gather, the other way round. Each rank has a link between nodes of its own.
+    A reduction runs inside each node first, then between nodes on each rank's part, and back. A gather runs the other
+    way round. Each rank has its own link to other nodes.
     """
 
     inside: Link
@@ -73,14 +73,15 @@ class HierarchicalLink:
 
     @property
     def name(self) -> str:
-        """Both links, with how many ranks each joins, for messages."""
+        """Both links with the number of ranks or nodes that each joins, for messages."""
         return f"{self.inside.name} in nodes of {self.num_inside} and {self.between.name} between {self.num_nodes}"
 
     def seconds(self, kind: CollectiveKind, wire_bytes: float, num_ranks: int) -> float:
         """Seconds of a collective over ``num_ranks`` ranks, each of which sends ``wire_bytes``."""
         if kind in (*WHOLE_PAYLOAD, "rechunk"):  # some rank's whole payload goes to another node
             return self.between.seconds(kind, wire_bytes, num_ranks)
-        num_peers = self.num_inside - 1  # with each of them an all_to_all has one part in common, all others one a node
+        # An all_to_all exchanges one part with each peer inside the node, all other kinds one part for each node.
+        num_peers = self.num_inside - 1
         parts = num_peers * (1 if kind == "all_to_all" else self.num_nodes)
         bytes_inside = wire_bytes * parts / (num_ranks - 1)
         seconds_inside = self.inside.seconds(kind, bytes_inside, self.num_inside)
@@ -88,7 +89,7 @@ class HierarchicalLink:
 
 
 def slowest(links: Iterable[Link]) -> Link:
-    """The link of a group of ranks that several links join: the worst latency, bandwidth and overlap of them."""
+    """One link for a group of ranks that several links join, with their worst latency, bandwidth and overlap."""
     links = tuple(dict.fromkeys(links))
     if len(links) == 1:
         return links[0]
@@ -106,9 +107,9 @@ def slowest(links: Iterable[Link]) -> Link:
     )
 
 
-# Bandwidths are what a rank reaches in one direction, below the nominal figure of the data sheet or standard beside
-# them: 78 % of NVLink, 62 % of PCIe, 90 % of a network adapter. Latencies are those of a step in NCCL's own cost model,
-# between its protocols for short and for long messages.
+# Bandwidths are those that a rank reaches in one direction. The nominal figure is beside them, from a data sheet or
+# standard: a rank reaches 78 % of NVLink, 62 % of PCIe, 90 % of a network adapter. Latencies are those of a step in
+# NCCL's own cost model, between its protocols for short and for long messages.
 LINKS = {
     "nvlink": Link(2e-6, 3.5e11, name="nvlink"),  # generation 4: NVIDIA H100 SXM and H200 data sheets, 450 GB/s of 900
     "nvlink3": Link(2e-6, 2.3e11, name="nvlink3"),  # NVIDIA A100 SXM data sheet, 300 GB/s of 600 in both directions
@@ -160,7 +161,7 @@ class Device:
         raise_all([OptionError("Device", what, "it gives no time", remedy) for what in wrong])
 
     def seconds(self, flops: int, nbytes: int, dtype: str = "float32", is_attention: bool = False) -> float:
-        """Seconds of a call: the longer of computing and of moving operands and results; 0 where there is no work."""
+        """Seconds of a call: the longest of ``call``, computing, and moving operands and results; 0 without work."""
         if not flops and not nbytes:
             return 0.0
         rate = self.flops.get(dtype, self.flops["float32"]) * (self.attention if is_attention else 1)
@@ -180,9 +181,9 @@ class Device:
 FILES = 4e9  # bytes a second, below Samsung's data sheet of a PM9A3: an NVMe disk that reads 6.8 GB/s and writes 4 GB/s
 HOST_UPDATE = 2.5e10  # bytes a second that the optimizer's step reads and writes in host memory, as on one ``cpu``
 
-# Rates are what kernels reach, below the nominal figures of the data sheet beside them (dense 16-bit, float32, memory):
-# about 61 % of 16-bit products, 67 % of others, 78 % of the memory's rate; of an A100 70, 77 and 69 %. Capacities are
-# nominal. ``host`` is that of the link pcie, or pcie5, of each. ``cpu`` is one core.
+# Rates are those that kernels reach. The nominal figures of the data sheet are above them (dense 16-bit, float32,
+# memory): kernels reach about 61 % for 16-bit products, 67 % for others, 78 % for memory; on an A100 70, 77 and 69 %.
+# Capacities are nominal. ``host`` is the bandwidth of the device's link, pcie or pcie5. ``cpu`` is one core.
 DEVICES = {
     # NVIDIA A100 80GB SXM: 312 TFLOP/s, 19.5 TFLOP/s (float64 on tensor cores as well), 2.04 TB/s
     "a100": Device(
@@ -225,8 +226,8 @@ class Machine:
     """``links`` by mesh axis, with ``"*"`` for all other axes, and the ``device`` of a rank; presets by their names.
 
     ``Machine({"tp": "nvlink", "dp": "infiniband"}, "h100")``. The default is about a GPU of 2020 with links of a
-    sixteenth of its memory's rate. ``node``: devices in a node, which ranks that follow each other fill, the last axis
-    of the mesh first; ``links`` are then those inside a node, and ``between`` the one between nodes:
+    sixteenth of its memory's rate. ``node``: the number of devices in a node. Consecutive ranks fill it, so it holds
+    the last axes of the mesh. ``links`` are then those inside a node, and ``between`` is the one between nodes:
     ``Machine({"*": "nvlink"}, "h100", node=8, between="infiniband")``.
     """
 
@@ -246,9 +247,9 @@ class Machine:
         object.__setattr__(self, "between", None if between is None else link_named("links['between']", between))
 
     def link(self, axes: Iterable[str], mesh: Mesh) -> Link | HierarchicalLink:
-        """The link of a group of ranks along these printed axis parts; the slowest where there are several.
+        """The link of a group of ranks along these printed axis parts; the slowest if there are several.
 
-        It is a hierarchical one where the group is in several nodes with several ranks in each.
+        It is hierarchical if the group is in several nodes with several ranks in each.
         """
         parts = [part for axis in axes if (part := parse_part(axis, mesh)).name != MICROBATCH and part.size > 1]
         inside = slowest([self.of_axis(part.name) for part in parts] or [self.of_axis(ANY)])
@@ -261,13 +262,13 @@ class Machine:
         return inside if is_in_one else HierarchicalLink(inside, self.between, num_inside, num_ranks // num_inside)
 
     def _num_in_node(self, part: AxisPart, mesh: Mesh) -> int:
-        """The ranks in one node of those along an axis part."""
+        """The number of ranks along an axis part that are in one node."""
         behind = prod(mesh.shape[mesh.axis_names.index(part.name) :])  # ranks of the axis and of those after it
         stride = behind // (part.pre * part.size)
         return part.size if part.size * stride <= self.node else gcd(part.size, max(1, self.node // stride))
 
     def of_stages(self, axis: str, num_ranks: int) -> Link:
-        """The link of messages between the stages of a pipeline on ``num_ranks`` ranks, whose first axis it is."""
+        """The link between the stages of a pipeline on ``num_ranks`` ranks; ``axis`` is theirs, the mesh's first."""
         return self.between if self.between is not None and num_ranks > self.node else self.of_axis(axis)
 
     def of_axis(self, name: str) -> Link:
@@ -275,7 +276,7 @@ class Machine:
         return self.links.get(name) or self.links.get(ANY, DEFAULT_LINK)
 
     def check(self, mesh: Mesh) -> None:
-        """An OptionError for a link of an axis that the mesh does not have, or nodes that do not divide its ranks."""
+        """Raise an OptionError for a link of an axis that the mesh lacks, or for nodes that do not divide its ranks."""
         if mesh.size > self.node > 0 and mesh.size % self.node:
             problem = f"its {mesh.size} ranks are no whole number of such nodes"
             raise OptionError(f"nodes of {self.node}", f"{mesh}", problem, f"say a size that divides {mesh.size}")
@@ -325,9 +326,9 @@ Links = Machine | Mapping[str, "Link | str"] | str | Path | None  # what a user 
 
 
 def machine_of(links: Links, device: Device | str | None = None, nodes: tuple[int, str] | None = None) -> Machine:
-    """The machine that a user describes: links by axis, ``tp=nvlink,dp=ib``, a file of ``shardc bench-links``, or one.
+    """The machine that a user describes: links by axis, ``tp=nvlink,dp=ib``, a ``shardc bench-links`` file, a Machine.
 
-    ``device`` takes precedence over that of a file, and ``nodes``, the devices in each and the link between them.
+    ``device`` and ``nodes``, the devices in each and the link between them, replace those of a file or a Machine.
     """
     machine = links if isinstance(links, Machine) else _read(links)
     node, between = (
@@ -378,7 +379,7 @@ def _unreadable(path: str | Path, problem: str) -> OptionError:
 
 
 def link_named(who: str, link: Link | str) -> Link:
-    """A link as it is, or the preset of a name. Raises an OptionError of ``who`` where there is none."""
+    """A Link as it is, or the preset of this name. Raises an OptionError about ``who`` if there is none."""
     if isinstance(link, Link):
         return link
     preset = LINKS.get(SHORT.get(link, link)) if isinstance(link, str) else None
@@ -404,7 +405,7 @@ LOCAL_KINDS = ("shard_slice", "mask_padding")  # nothing is sent: a rank's own w
 
 
 def num_steps(kind: CollectiveKind, num_ranks: int) -> int:
-    """Messages that follow each other: in a ring every rank sends n-1, for an all_reduce twice as many."""
+    """The number of consecutive messages of a rank: n - 1 in a ring, twice as many for an all_reduce."""
     if kind in LOCAL_KINDS or num_ranks == 1:
         return 0
     if kind in (*WHOLE_PAYLOAD, "rechunk"):

@@ -12,12 +12,12 @@ from typing import Any
 from shardc.language.errors import ShardingError, did_you_mean
 
 MOST_RANKS = 2**20  # more than any job has
-MICROBATCH = "microbatch"  # the axis of time: what it cuts is computed piece after piece, on the same ranks
+MICROBATCH = "microbatch"  # the axis of time: its pieces are computed one after the other on the same ranks
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class AxisPart:
-    """A factor of a mesh axis: of an axis of ``pre * size * post`` ranks, the middle coordinate.
+    """A factor of a mesh axis: the middle coordinate of an axis of ``pre * size * post`` ranks.
 
     A whole axis is ``pre=1`` with the axis's own size. Printed ``tp`` when whole, ``tp:(2)2`` when not.
     """
@@ -52,7 +52,7 @@ def axis_of(part: str) -> str:
 
 
 def part_ends(axes: Iterable[AxisPart]) -> dict[str, list[int]]:
-    """For each axis, where its parts begin and end, counted in ranks from the major end, in order."""
+    """For each axis, the boundaries of its parts in order, counted in ranks from the major end."""
     ends: dict[str, set[int]] = {}
     for part in axes:
         ends.setdefault(part.name, set()).update((part.pre, part.pre * part.size))
@@ -72,7 +72,7 @@ def split_parts(axes: Iterable[AxisPart], ends: Mapping[str, Sequence[int]]) -> 
 
 
 def merge_parts(axes: Iterable[AxisPart]) -> Axes:
-    """The parts; those that follow each other on their axis are joined."""
+    """The parts, with neighbours joined if they follow each other on their axis."""
     merged: list[AxisPart] = []
     for part in axes:
         last = merged[-1] if merged else None
@@ -98,7 +98,7 @@ class Mesh:
     axis_names: tuple[str, ...]
     shape: tuple[int, ...]
     device_ids: tuple[int, ...] | None
-    stage_axis: str | None = None  # of the mesh of one pipeline stage: the axis of the stages, which it does not have
+    stage_axis: str | None = None  # on the mesh of one pipeline stage: the axis of the stages, which it lacks
 
     def __init__(self, *sizes: object, device_ids: Sequence[int] | None = None, **axes: int) -> None:
         if sizes:
@@ -119,7 +119,7 @@ class Mesh:
 
     @staticmethod
     def of(mesh: Any) -> Mesh:
-        """This mesh, or the description of a torch ``DeviceMesh``."""
+        """A Mesh as it is, or the description of a torch ``DeviceMesh``."""
         if isinstance(mesh, Mesh):
             if mesh.size > MOST_RANKS:
                 remedy = f"say sizes whose product is at most {MOST_RANKS}"
@@ -132,7 +132,7 @@ class Mesh:
             raise ShardingError("mesh", f"of type {type(mesh).__name__}", problem, remedy)
         ids = tuple(mesh.mesh.flatten().tolist())
         described = Mesh(**dict(zip(names, mesh.shape, strict=True)))
-        described.device_ids = None if ids == tuple(range(len(ids))) else ids  # of a part of a job, any ranks
+        described.device_ids = None if ids == tuple(range(len(ids))) else ids  # any ranks, of a part of a job
         return described
 
     @cached_property
@@ -146,7 +146,7 @@ class Mesh:
         return dict(zip(self.axis_names, self.shape, strict=True))
 
     def axis_size(self, name: str) -> int:
-        """The number of ranks along an axis; a ShardingError names near axes if there is none."""
+        """The number of ranks along an axis. Raises a ShardingError that suggests similar names if there is none."""
         if name not in self.axis_names:
             remedy = did_you_mean(name, self.axis_names) or f"use one of {', '.join(self.axis_names)}"
             raise ShardingError(f"axis {name!r}", f"the mesh is {self}", "it has no such axis", remedy)
@@ -200,7 +200,7 @@ class Mesh:
 
 
 def _check_axis(name: str, size: object) -> None:
-    """Raise a ShardingError for a name that cannot be typed in a ``P``, or a size that is no count."""
+    """Raise a ShardingError for a name that is no identifier, or a size that is no whole number from 1 on."""
     if not name.isidentifier():
         what, problem = f"axis {name!r} of size {size!r}", "a name is of letters, digits and _, as a name in Python is"
         raise ShardingError("Mesh", what, problem, "write Mesh(dp=2)")
@@ -237,7 +237,7 @@ _SAME_WORK = "ranks do the same work:"
 
 
 def idle_axis_text(name: str, size: int, remedy: str, is_stored: bool = False) -> str:
-    """The sentence about an axis that cuts no value, or none but what is stored."""
+    """The sentence about an axis that cuts no value, or only stored values."""
     cuts = "cuts what is stored and no op" if is_stored else "cuts nothing"
     return f"axis {name} {cuts}, so that its {size} {_SAME_WORK} {remedy}"
 
@@ -251,7 +251,7 @@ NO_CODES = "no collective that carries more than a few floats is meant by it"
 
 
 def warnings_among(notes: Iterable[str]) -> tuple[str, ...]:
-    """The notes of which a user is warned: of axes over which no work is cut, and of options without effect."""
+    """The notes that become warnings: about axes over which no work is cut, and options without effect."""
 
     def is_told(note: str) -> bool:
         is_idle = note.startswith("axis ") and _SAME_WORK in note

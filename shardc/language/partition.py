@@ -108,7 +108,7 @@ class P:
 
     @staticmethod
     def of(sharding: Sharding, shape: tuple[int, ...], open: frozenset[int] = frozenset(), priority: Priority = 0) -> P:
-        """The annotation for a sharding of a value of ``shape``, some of whose dims are open."""
+        """The annotation for a sharding of a value of ``shape``; the dims in ``open`` are open."""
 
         def entry(dim: int, cut: DimSharding) -> Entry:
             axes = tuple(map(sharding.mesh.print_part, cut.all_axes))
@@ -153,11 +153,11 @@ class P:
         }
 
     def in_order(self) -> P:
-        """The same cuts with all positions in order."""
+        """This annotation with all positions in order."""
         return P.parse(str(self).replace(_ZIGZAG, ""), self.priority)
 
     def without(self, axis: str) -> P:
-        """The same without the cuts by an axis."""
+        """This annotation without the cuts by an axis."""
         if axis not in self.axes:
             return self
 
@@ -177,18 +177,18 @@ class P:
         return isinstance(entry[-1] if isinstance(entry, tuple) and entry else entry, _Open)
 
     def priority_of(self, dim: int) -> int:
-        """The round in which the cut of a dim propagates, and from which it is open."""
+        """The round in which the cut of a dim propagates, or from which an open dim is open."""
         if isinstance(self.priority, tuple):
             return self.priority[dim] if dim < len(self.priority) else 0
         return self.priority if dim < len(self.entries) and _axes_of(self.entries[dim]) else 0
 
     def priorities(self, num_dims: int) -> tuple[int, ...]:
-        """``priority_of`` each dim; nothing where all are 0."""
+        """``priority_of`` each dim; empty if all are 0."""
         found = tuple(map(self.priority_of, range(num_dims)))
         return found if any(found) else ()
 
     def _one_priority(self, priority: tuple[int, ...]) -> Priority:
-        """One number for a number for each dim, where the two mean the same."""
+        """Replace one number for each dim by a single number if that means the same."""
         pairs = [(entry, each) for entry, each in zip(self.entries, priority, strict=False) if entry is not None]
         numbers = {each for entry, each in pairs if _axes_of(entry)}
         is_one = len(priority) >= len(self.entries) and len(numbers) <= 1 and not any(priority[len(self.entries) :])
@@ -196,10 +196,10 @@ class P:
         return max(numbers, default=0) if is_one else priority
 
     def sharding(self, mesh: Mesh, shape: tuple[int, ...], who: str) -> Sharding:
-        """The sharding that it gives a value of ``shape``, open dims whole.
+        """The sharding of a value of ``shape`` with this annotation, open dims whole.
 
-        Raises a ShardingError in the name of ``who`` for an unknown axis, an axis used twice, more entries than dims,
-        or blocks that do not divide a size; a cut need not.
+        Raises a ShardingError about ``who`` for an unknown axis, an axis used twice, more entries or priorities than
+        dims, or blocks that do not divide a size. Other cuts need not divide it.
         """
         where, dims = f"{self!r} on shape {list(shape)}", [WHOLE] * len(shape)
         if isinstance(self.priority, tuple) and len(self.priority) > len(shape):
@@ -266,7 +266,7 @@ def _dim_sharding(entry: Entry, mesh: Mesh, size: int) -> DimSharding:
 
 
 def _users_part(text: str, mesh: Mesh) -> AxisPart:
-    """The axis part that the user names; a ShardingError for the axis of pipeline stages, which cuts no value."""
+    """Read an axis part that the user names. Raises a ShardingError for the axes of a pipeline, which cut no value."""
     if axis_of(text) == mesh.stage_axis:
         problem = "it is the axis of the pipeline's stages, and a value is held by the ranks of one stage"
         raise ShardingError("", f"axis {text!r}", problem, f"leave {text!r} out, or name another axis in Pipeline")
@@ -315,7 +315,7 @@ def _parse_entries(text: str) -> Iterator[Entry]:
 
 
 def _axis(text: str, name: str) -> str:
-    """The name of an axis or of a part of one in a SPEC; a ShardingError for what cannot be one."""
+    """The name of an axis or of a part of one in a SPEC. Raises a ShardingError for any other text."""
     if name == "None" or not _AXIS.fullmatch(name):
         raise ShardingError(f"SPEC {text!r}", f"entry {name!r}", "it is no name of an axis, nor - or ?", _typed(name))
     return name

@@ -1,7 +1,7 @@
-"""Records: dataclasses with a JSON form, which is written, described by a JSON Schema and read from their fields alone.
+"""Records: dataclasses whose fields alone define a JSON form, its JSON Schema, and how it is read.
 
-A field's name is its key, without the last underscore of ``from_``. A field whose default is None is left out where it
-is None; any other field that may be None is null. ``name``: texts in the docstring describe the fields.
+A field's name is its key, without a trailing underscore (``from_``). A field whose default is None is left out if it is
+None; any other field that may be None is null. ``name``: texts in the docstring describe the fields.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Size = Annotated[int, ("minimum", 1)]
 Amount = Annotated[float, ("minimum", 0)]
 Rate = Annotated[float, ("exclusiveMinimum", 0)]
 
-FURTHER: Mapping[str, bool] = {"further": True}  # metadata of a mapping whose entries stand beside the other fields
+FURTHER: Mapping[str, bool] = {"further": True}  # metadata of a mapping whose entries are written like other fields
 DEFINITIONS = "#/$defs/"
 TYPES: Mapping[Any, str] = {int: "integer", float: "number", str: "string", bool: "boolean", NoneType: "null"}
 PYTHON_TYPES: Mapping[str, Any] = {
@@ -35,7 +35,7 @@ _DESCRIBED = re.compile(r"((?:``\w+``, )*``\w+``): ")
 
 
 def json_of(value: Any) -> Any:
-    """The JSON form of a record, or of what a record holds: dicts, lists, texts and numbers."""
+    """The JSON form of a record or of a field's value: dicts, lists, strings and numbers."""
     if is_dataclass(value):
         found: dict[str, Any] = {}
         for field in fields(value):
@@ -63,7 +63,7 @@ def json_text(record: Any) -> str:
 
 
 def read(type_: Any, value: Any) -> Any:
-    """The record of a JSON value that agrees with its schema. Keys that it does not know are ignored."""
+    """Read a record from a JSON value that agrees with its schema. Unknown keys are ignored."""
     make, args = type_, get_args(type_)
     if value is None:
         return None
@@ -106,12 +106,12 @@ def schema_of(type_: Any, title: str) -> Schema:
 
 
 def _schema(type_: Any, definitions: dict[str, Schema]) -> Schema:
-    """The schema of a type; that of a dataclass goes to the ``definitions``."""
+    """The schema of a type; schemas of dataclasses are added to the ``definitions``."""
     args = get_args(type_)
     if is_dataclass(type_):
         name = definition_name(type_)
         if name not in definitions:
-            definitions[name] = {}  # for a record that holds others of its type
+            definitions[name] = {}  # first, since a record may hold others of its type
             definitions[name] |= _object(type_, definitions)
         return {"$ref": DEFINITIONS + name}
     match get_origin(type_):
@@ -142,7 +142,7 @@ def _union(ways: list[Schema]) -> Schema:
 
 
 def _object(type_: Any, definitions: dict[str, Schema]) -> Schema:
-    """The schema of the objects that a dataclass stands for, with its own ``CONDITIONS`` if there are any."""
+    """The schema of a dataclass as an object, with its own ``CONDITIONS`` if it has any."""
     summary, described = _descriptions(type_)
     properties: dict[str, Schema] = {}
     required: list[str] = []
@@ -166,12 +166,12 @@ def _object(type_: Any, definitions: dict[str, Schema]) -> Schema:
 
 
 def definition_name(type_: Any) -> str:
-    """``changed_value`` of ``ChangedValue``, ``node`` of ``NodeEntry``."""
+    """The name of a type in a schema: ``changed_value`` for ``ChangedValue``, ``node`` for ``NodeEntry``."""
     return re.sub(r"(?<!^)([A-Z])", r"_\1", type_.__name__.removesuffix("Entry")).lower()
 
 
 def _descriptions(type_: Any) -> tuple[str, dict[str, str]]:
-    """What the docstring says of the objects, and of each field; a field of a base is in the docstring of the base."""
+    """The description of the object and of each field, from the docstring of the class, or base, that has the field."""
     summary, texts = "", dict[str, str]()
     for each in filter(is_dataclass, reversed(type_.__mro__)):
         summary, *parts = (part.strip() for part in _DESCRIBED.split(" ".join(str(each.__doc__).split())))
@@ -182,7 +182,7 @@ def _descriptions(type_: Any) -> tuple[str, dict[str, str]]:
 
 
 def violations(value: Any, schema: Schema, definitions: Mapping[str, Schema], place: str = "") -> Iterator[str]:
-    """Where a value has another type than its schema, or lacks a required key. Further keys are allowed."""
+    """A message for each wrong type, enum value or list length, and each missing key. Further keys are allowed."""
     schema = definitions[schema["$ref"].removeprefix(DEFINITIONS)] if "$ref" in schema else schema
     types = schema.get("type", [])
     types = [types] if isinstance(types, str) else types

@@ -1,8 +1,8 @@
-"""The rule of an op: which factors its operands' and results' dims share, and what each factor allows.
+"""The rule of an op: the factors that dims of operands and results share, and the cuts that each factor allows.
 
-A rule reads like an einsum over *factors*: ``"m k, k n -> m n"``. A factor that stands in operands only is *reduced*:
-cutting it leaves a partial result. A factor named in ``whole`` must not be cut. Every other factor is *free*: it may
-be cut on every tensor that has it, with no communication.
+A rule reads like an einsum over *factors*: ``"m k, k n -> m n"``. A factor in operands only is *reduced*: cutting it
+leaves a partial result. A factor named in ``whole`` must not be cut. Every other factor is *free*: it may be cut on
+every tensor that has it, with no communication.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 from shardc.language.sharding import DimSharding, ReduceOp, TensorType, num_shards
 
 Dims = tuple[tuple[str, ...], ...]  # for each dim of a tensor, its factors, major first
-Side = tuple[Dims | None, ...]  # of each operand, or of each result
+Side = tuple[Dims | None, ...]  # the dims of each operand, or of each result
 Groups = tuple[frozenset[int], ...]  # sets of operands
 
 
 @dataclass(frozen=True, slots=True)
 class OpCall:
-    """One call of an op: its arguments with a TensorType for every tensor, and the tensors apart.
+    """One call of an op: its arguments, with a TensorType for every tensor, its operands and its results.
 
     ``operands`` follow the op's schema: one entry for each tensor argument (a list argument adds one for each
     element), None where an optional tensor is absent. ``results`` likewise.
@@ -53,14 +53,14 @@ class Rule:
     A dim without factors is never cut. The rule does not constrain a tensor whose dims are None; such a result is
     equal on all ranks. ``whole``: factors that must not be cut. ``reduce``: how a reduced factor's partial results
     combine. ``linear``: groups of operands; a partial sum may pass through the op when it is open on all operands of
-    one group and on none outside it. ``is_fallback``: the op has no rule of its own, all operands are gathered.
-    ``chunks``: factors whose dim has another size on each tensor. Such a factor is cut in just that many chunks, those
-    of ``torch.chunk`` of each dim, or not at all: 1 where the op cannot run on chunks until it is decomposed.
-    ``is_even``: the op raises errors over values, and padding may have any, so factors are cut evenly or not at all.
-    ``sees_padding``: added zeros change a sum, so factors that leave a result partial are cut evenly.
-    ``contiguous``: factors of which each shard must be one run of positions, so that they are not cut in blocks.
-    ``known``: what has been found out about the op on tensors that are cut in some way: like calls have one rule, in
-    every layer and whenever a model is compiled again.
+    one group and on none outside it. ``is_fallback``: the op has no rule of its own, so all operands are gathered.
+    ``chunks``: the number of chunks of each factor whose dim has another size on each tensor. Such a factor is cut in
+    exactly that many chunks, as ``torch.chunk`` cuts each dim, or not at all. It is 1 if the op cannot run on chunks
+    until it is decomposed. ``is_even``: the op raises errors for some values, and padding may have any value, so
+    factors are cut evenly or not at all. ``sees_padding``: added zeros change a sum, so factors that leave a result
+    partial are cut evenly. ``contiguous``: factors whose shards must each be one run of positions, so that they are not
+    cut in blocks. ``known``: a cache of facts about the op on tensors that are cut in some way. Equal calls share one
+    rule, in every layer and whenever a model is compiled again.
     """
 
     operands: Side
@@ -88,7 +88,8 @@ class Rule:
     def may_cut(self, factor: str, cut: DimSharding) -> bool:
         """Whether the op runs on tensors with this cut of the factor.
 
-        A factor of one element is not cut, nor one that shares a dim with a factor of size 0: such a cut has no form.
+        A factor of one element is not cut. If any factor has size 0 and any dim has several factors, none is cut: such
+        a cut has no form.
         """
         if factor in self.chunks:
             return cut == DimSharding(cut.axes) and num_shards(cut.axes) in (1, self.chunks[factor])
@@ -115,7 +116,7 @@ class Rule:
     def is_partial(self, factor: str, result: int) -> bool:
         """Whether cutting the factor leaves this result partial: operands have it and the result has not.
 
-        Of the results of ``layer_norm_backward`` over ``b d``, the input's gradient has ``b``, the weight's has not.
+        In ``layer_norm_backward`` over ``b d``, the input's gradient has ``b``, and the weight's is partial over it.
         """
         dims = self.results[result]
         if factor in self.whole or dims is None or self.has(factor, dims):
@@ -124,15 +125,15 @@ class Rule:
 
 
 Bind = Callable[[OpCall], Rule]
-Local = Callable[[OpCall, OpCall], dict[int, Any]]  # a call and one rank's, to the arguments that differ, by position
+Local = Callable[[OpCall, OpCall], dict[int, Any]]  # from a call and one rank's call to the arguments that differ
 
 
 @dataclass(frozen=True, slots=True)
 class OpRule:
-    """The table's entry of an op: how to bind its rule to a call, and how to make its arguments local.
+    """The table's entry of an op: ``bind`` makes the rule of a call, and ``local`` makes its arguments local.
 
-    ``local(call, shard)`` is given the call twice, in global and in one rank's types, and returns the arguments that
-    differ on a rank, by position: a size, a start or a count. A position may be one past the last argument.
+    ``local(call, shard)`` takes the call with global types and the call with one rank's types. It returns the arguments
+    that differ on a rank, by position: a size, a start or a count. A position may be one past the last argument.
     ``is_users``: a user has registered it.
     """
 
@@ -155,13 +156,13 @@ def rule(
     local: Local | None = None,
     is_even: bool = False,
 ) -> None:
-    """Enter the rule of an op, or of each in a tuple of ops, in the table.
+    """Enter the rule of an op, or of each op of a tuple, in the table.
 
     ``spec`` is the einsum over factors, or a function of the call. In a spec ``(b t)`` is a dim of two factors, ``1``
-    a dim that is never cut, ``...`` the leading dims, ``_`` a tensor without a constraint; a dim of size 1 has no
-    part in a factor that is larger elsewhere (it is broadcast). ``linear="0 1"`` lists groups of operands, ``"01"``
-    one group of two. ``whole="k"`` names factors that must not be cut. ``sizes=1``: ``args[1]`` is the shape of the
-    first result, which becomes local. ``is_even``: see ``Rule``.
+    a dim that is never cut, ``...`` the leading dims, ``_`` a tensor without a constraint. A dim of size 1 does not
+    have a factor that is larger elsewhere (it is broadcast). ``linear="0 1"`` lists groups of operands, ``"01"`` one
+    group of two. ``whole="k"`` names factors that must not be cut. ``sizes=1``: ``args[1]`` is the shape of the first
+    result, which becomes local. ``is_even``: see ``Rule``.
     """
 
     def bind(call: OpCall) -> Rule:
@@ -177,7 +178,7 @@ def rule(
 
 
 def local_sizes(arg: int) -> Local:
-    """For an op whose argument at a position is the shape of its first result."""
+    """The ``local`` of an op whose argument at a position is the shape of its first result."""
     return lambda call, shard: {arg: list(shard.result.shape)}
 
 
@@ -193,7 +194,7 @@ def make_rule(
     sees_padding: bool = False,
     contiguous: str = "",
 ) -> Rule:
-    """A spec bound to a call. ``sizes`` gives the factors that dims of several factors leave open.
+    """Bind a spec to a call. ``sizes`` gives the sizes of factors that dims of several factors leave open.
 
     A group of ``linear`` that names an absent operand (a number in its place) is dropped: ``x + 2`` is not linear.
     """
@@ -205,9 +206,9 @@ def make_rule(
 
 
 def pointwise_rule(call: OpCall, linear: str | Groups = "") -> Rule:
-    """Dims shared from the right, with broadcasting: an operand's dim of size 1 is shared only with its like.
+    """Dims are shared from the right, with broadcasting: an operand's dim is shared if it has the result's size.
 
-    A linear group whose operands are all smaller than the result is dropped: it would enlarge what is reduced.
+    A linear group whose operands are all smaller than the result is dropped: it would enlarge the value to be reduced.
     """
     shape = call.result.shape
     names = [f"d{i}" for i in range(len(shape))]
@@ -236,12 +237,12 @@ def replicated_rule(call: OpCall) -> Rule:
         return tuple((name,) for name in names)
 
     operands, results = tuple(map(dims, call.operands)), tuple(map(dims, call.results))
-    has_more = any(size > 1 for size in sizes.values())  # else there is nothing that could be cut
+    has_more = any(size > 1 for size in sizes.values())  # else nothing could be cut
     return Rule(operands, results, sizes, frozenset(sizes), is_fallback=has_more)
 
 
 def _present_groups(linear: str | Groups, call: OpCall) -> Groups:
-    """The groups of operands of which none is absent."""
+    """The groups of operands that are all present."""
     groups = linear if isinstance(linear, tuple) else parse_groups(linear)
     return tuple(group for group in groups if all(call.operands[i] is not None for i in group))
 
@@ -264,7 +265,7 @@ def bind_spec(
 ) -> tuple[Side, Side, dict[str, int]]:
     """The factors of every operand and result, and the size of every factor; ``known`` has sizes that dims leave open.
 
-    A dim of one of the ``chunks`` alone may have any size.
+    A dim whose only factor is one of the ``chunks`` may have any size.
 
     >>> bind_spec("b k, k n -> b n", (f32[8, 4], f32[4, 6]), (f32[8, 6],), {})
     (((b,), (k,)), ((k,), (n,))), (((b,), (n,)),), {b: 8, k: 4, n: 6}
@@ -310,9 +311,9 @@ def parse_dims(spec: str) -> Dims:
 
 
 def _expand_leading(dims: Dims, ndim: int) -> Dims:
-    """``...`` as named leading dims, counted from the right so that all tensors of a call agree.
+    """Replace ``...`` by named leading dims, counted from the right so that all tensors of a call agree.
 
-    A tensor with fewer dims than the other names is whole: some ops return an empty one where no result was requested.
+    A tensor with fewer dims than the other names is whole: some ops return an empty tensor for an unrequested result.
     """
     if ("...",) not in dims:
         return dims
@@ -324,7 +325,7 @@ def _expand_leading(dims: Dims, ndim: int) -> Dims:
 
 
 def _factor_sizes(sides: Side, tensors: Sequence[TensorType | None], known: Mapping[str, int]) -> dict[str, int]:
-    """Sizes of factors that have a dim to themselves, then of the one factor that a dim of several leaves open."""
+    """Sizes of factors with a dim to themselves, then of the one unknown factor of each dim of several factors."""
     pairs = [
         (factors, size)
         for dims, tensor in zip(sides, tensors, strict=True)

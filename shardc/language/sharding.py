@@ -50,16 +50,17 @@ class KeepsHash:
 
 @dataclass(frozen=True, slots=True)
 class DimSharding(KeepsHash):
-    """How one dim is cut.
+    """The cut of one dim.
 
-    ``axes`` cut it whole, major first; each ``(size, axes)`` of ``minor`` cuts the trailing ``size`` elements again.
+    ``axes`` cut all of it, major first; each ``(size, axes)`` of ``minor`` cuts the trailing ``size`` elements again.
     A dim of ``S`` elements with ``minor=((m1, a1), (m2, a2))`` is seen as ``[S/(m1*m2), m1, m2]``, the first cut by
     ``axes``, the second by ``a1``, the third by ``a2``. So ``blocks(3, "tp")`` is ``minor=((S//3, (tp,)),)``: each of
     three equal blocks is cut; and a merge of ``[8@dp, 16@tp]`` is one dim of 128 with ``axes=(dp,)`` and
     ``minor=((16, (tp,)),)``. Invariant: an entry of ``minor`` without axes follows one that is cut unevenly.
 
-    Sizes need not divide. An axis cuts what the axes before it left into chunks of the ceiling, as torch.chunk does,
-    and every rank holds as many elements: data first, then *padding* of no particular value, perhaps padding alone.
+    Sizes need not divide. An axis cuts the chunks of the axes before it into chunks of the rounded-up size, as
+    torch.chunk does. Every rank holds equally many elements: data first, then *padding* of no particular value. Some
+    ranks may hold padding alone.
     """
 
     axes: Axes = ()
@@ -86,7 +87,7 @@ class DimSharding(KeepsHash):
         return DimSharding(remaining(self.axes), minor if any(parts for _, parts in minor) else ())
 
     def subdims(self, size: int) -> tuple[tuple[int, Axes], ...]:
-        """The dim as separate ``(size, axes)`` dims, each cut whole; an expression is taken to divide."""
+        """The dim as separate dims ``(size, axes)`` without minor cuts; an expression is assumed to divide evenly."""
         inner = math.prod(sub for sub, _ in self.minor)
         assert not isinstance(size, int) or size % inner == 0, (size, inner)
         return ((size // inner if isinstance(size, int) else size / inner, self.axes), *self.minor)
@@ -110,8 +111,8 @@ class Sharding(KeepsHash):
     """The elements of a value that each rank holds, and the reductions that are still open.
 
     ``dims[i]`` cuts dim ``i``; ``partial`` maps parts of axes to the reduction open over them: the value is the sum
-    (max, min) of what the ranks along that part hold. Invariants, one check each: a part appears once; it exists;
-    a partial part cuts nothing.
+    (max, min) of the values that the ranks along that part hold. Invariants, one check each: a part appears once; it
+    exists; a partial part cuts nothing.
     """
 
     mesh: Mesh
@@ -154,7 +155,7 @@ class Sharding(KeepsHash):
 
     @property
     def used_parts(self) -> Axes:
-        """Every part that cuts a dim, then every one over which a reduction is open."""
+        """Every part that cuts a dim, then every part over which a reduction is open."""
         return self.cut_axes + self.partial_axes
 
     @property
@@ -176,7 +177,7 @@ class Sharding(KeepsHash):
         return replace(self, dims=(*self.dims[:dim], sharding, *self.dims[dim + 1 :]))
 
     def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape that one rank holds, padding included, of a value of global ``shape``."""
+        """The shape of one rank's shard of a value of global ``shape``, padding included."""
         assert len(self.dims) == len(shape), (self, shape)
         return tuple(map(DimSharding.local_size, self.dims, shape))
 
@@ -187,8 +188,8 @@ class Sharding(KeepsHash):
     def storable(self, shape: tuple[int, ...]) -> Sharding:
         """This sharding with each dim cut no further than a DTensor can express.
 
-        A DTensor's axes cut in the mesh's order, and each chunk as torch.chunk does: 5 elements over 2 x 2 ranks are
-        2, 1, 1, 1 there and 2, 1, 2, 0 here.
+        A DTensor's axes cut in the mesh's order, and torch.chunk cuts each chunk by its own length: 5 elements over
+        2 x 2 ranks are 2, 1, 1, 1 there and 2, 1, 2, 0 here.
         """
 
         def storable(cut: DimSharding, size: int) -> DimSharding:
@@ -228,7 +229,7 @@ class Sharding(KeepsHash):
 
 
 def _are_torchs_chunks(size: int, axes: Axes) -> bool:
-    """Whether torch, which cuts each chunk by its own length, makes our chunks, which are cut by the longest's."""
+    """Whether torch's chunks, each cut by its own length, equal ours, which are cut by the length of the longest."""
     lengths, chunk = {size}, size
     for part in axes:
         chunk = ceil_div(chunk, part.size)
@@ -255,7 +256,7 @@ class TensorType:
         return isinstance(other, TensorType) and self.dtype == other.dtype and self.has_shape_of(other)
 
     def has_shape_of(self, other: TensorType) -> bool:
-        """Whether two shapes are equal; a Size is not compared with one of another dim, which would guard it."""
+        """Whether two shapes are equal. The lengths come first: comparing Sizes of unrelated dims would add guards."""
         return len(self.shape) == len(other.shape) and self.shape == other.shape
 
     @staticmethod
@@ -265,7 +266,7 @@ class TensorType:
 
     @property
     def short_dtype(self) -> str:
-        """``f32``, ``bf16``, ``i64``, ``bool``."""
+        """The dtype in short, such as ``f32``, ``bf16``, ``i64`` or ``bool``."""
         name = dtype_name(self.dtype)
         for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
             if name.startswith(long):
@@ -287,5 +288,5 @@ class TensorType:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``float32``."""
+    """The name of a dtype, such as ``float32``."""
     return str(dtype).removeprefix("torch.")

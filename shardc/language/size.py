@@ -1,11 +1,11 @@
-"""Sizes that follow from sizes of inputs, so that one program serves calls of many sizes.
+"""Symbolic sizes: numbers computed from sizes of inputs, so that one program serves calls of many sizes.
 
-Where a dim of an input may have other sizes, a symbol of torch stands for it during capture. Every number that follows
-from it is a ``Size`` or a ``Ratio``: an int or a float that knows its expression. Passes compute with it as with any
-number, and what they compare is recorded by torch as a guard: the program holds where all guards hold.
+During capture a torch symbol stands for each dim of an input whose size may vary. Every number computed from it is a
+``Size`` or a ``Ratio``: an int or a float that carries its expression. Passes compute with it as with any number. torch
+records each comparison as a guard, and the program is valid for all sizes that satisfy the guards.
 
-Python gives a plain number for ``float()`` and ``range()`` of a size, for functions of ``math``, and where a float
-stands on the left of an operator: a program is compared at several sizes before it is used, which finds it.
+Python returns a plain number for ``float()`` and ``range()`` of a size, for functions of ``math``, and for an operator
+whose left operand is a float. Comparing a program at several sizes before it is used finds such losses.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import Any
 
 
 class Symbolic:
-    """A number with ``symbolic``, the torch.SymInt or torch.SymFloat that it is the value of."""
+    """A number that carries its symbolic form, the torch.SymInt or torch.SymFloat ``symbolic``."""
 
     symbolic: Any
 
     @property
     def expression(self) -> Any:
-        """How it follows from symbols, in sympy."""
+        """The sympy expression of the number."""
         return self.symbolic.node.expr
 
     @property
     def environment(self) -> Any:
-        """The ShapeEnv of torch that its symbols and guards are of."""
+        """The torch ShapeEnv of its symbols and guards."""
         return self.symbolic.node.shape_env
 
     def __hash__(self) -> int:
-        return hash((id(self.environment), self.expression))  # tables tell it from the number that it equals now
+        return hash((id(self.environment), self.expression))  # differs from that of the plain number
 
     def __eq__(self, other: object) -> bool:
         is_foreign = isinstance(other, Symbolic) and other.environment is not self.environment
@@ -55,7 +55,7 @@ class Symbolic:
 
 
 def _computing(compute: Callable[..., Any], is_reflected: bool = False) -> Callable[..., Any]:
-    """A method that computes with symbolic numbers, which record what is compared."""
+    """A method that applies ``compute`` to the symbolic forms, so that torch records comparisons."""
 
     def method(self: Any, *others: Any) -> Any:
         if not all(isinstance(other, (int, float)) for other in others):
@@ -74,21 +74,21 @@ for _name in ("neg", "pos", "abs", "lt", "le", "gt", "ge"):
 
 
 class Size(Symbolic, int):
-    """An int that follows from sizes of inputs."""
+    """An int computed from sizes of inputs."""
 
 
 class Ratio(Symbolic, float):
-    """A float that follows from sizes of inputs."""
+    """A float computed from sizes of inputs."""
 
 
 def number_of(value: Any) -> Any:
-    """A symbolic number of torch as a Size or a Ratio, as a plain number where it is constant; others as they are.
+    """Convert a symbolic number of torch to a Size or a Ratio, or to a plain number if it is constant.
 
-    A comparison becomes a bool, by a guard.
+    A symbolic bool becomes a bool and adds a guard. Other values are returned unchanged.
     """
     if type(value) in (int, float, bool):
         return value
-    import torch  # the command line prints its help without
+    import torch  # the command line prints its help without torch
 
     if isinstance(value, torch.SymBool):
         return bool(value)
@@ -104,17 +104,17 @@ def number_of(value: Any) -> Any:
 
 
 def symbolic_of(value: Any) -> Any:
-    """A Size or a Ratio as torch's symbolic number; others as they are."""
+    """The symbolic number of torch behind a Size or a Ratio; other values unchanged."""
     return value.symbolic if isinstance(value, Symbolic) else value
 
 
 def plain(number: Any) -> Any:
-    """A Size as a plain int, others as they are: prices are those of the present sizes, and guard nothing."""
+    """A Size as a plain int, other values unchanged: costs are those of the present sizes and add no guards."""
     return int(number) if isinstance(number, Size) else number
 
 
 def at_most(most: int, number: Any) -> Any:
-    """The number, or ``most`` where it is more; of an expression in sympy the expression of that."""
+    """The smaller of ``most`` and the number; for a sympy expression, the expression of that."""
     if not hasattr(number, "free_symbols"):
         return min(most, number)
     import sympy
@@ -123,7 +123,7 @@ def at_most(most: int, number: Any) -> Any:
 
 
 def common_divisor(one: int, other: int) -> int:
-    """The greatest common divisor; of a Size the greatest that it has whatever the sizes are."""
+    """The greatest common divisor; with a Size, the greatest one that holds for all sizes."""
     if not isinstance(one, Symbolic) and not isinstance(other, Symbolic):
         return math.gcd(one, other)
     import sympy
@@ -138,7 +138,7 @@ def common_divisor(one: int, other: int) -> int:
 
 
 def slice_bounds(start: int | None, end: int | None, step: int | None, size: int) -> tuple[int, int, int]:
-    """``slice(start, end, step).indices(size)`` for a step forward, where numbers may be sizes."""
+    """``slice(start, end, step).indices(size)`` for a positive step; any of the numbers may be a Size."""
 
     def within(at: int) -> int:
         return max(0, min(at + size if at < 0 else at, size))

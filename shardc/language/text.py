@@ -18,15 +18,15 @@ _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2
 
 
 def printable(text: str, keep: str = "") -> str:
-    """The text with control characters and marks of writing direction as escapes, all but those to ``keep``.
+    """Escape the control characters and direction marks of a text, except those in ``keep``.
 
-    Names come from models, files and dumps of others: none may move the cursor of a terminal, or forge a line.
+    Names come from other people's models, files and dumps. None may move the cursor of a terminal or forge a line.
     """
     return _UNPRINTABLE.sub(lambda at: at[0] if at[0] in keep else at[0].encode("unicode_escape").decode(), text)
 
 
 def read_file(path: str | Path) -> str:
-    """The text of a regular file. An OSError for a pipe, a device or a socket, from which one may read forever."""
+    """The text of a regular file. Raises an OSError for a pipe, a device or a socket, whose reads may never end."""
     mode = os.stat(path).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise OSError(errno.EINVAL, "It is a pipe or a device, not a file")
@@ -56,21 +56,21 @@ def aligned(rows: Iterable[Sequence[str]], right: Container[int] = ()) -> list[s
 
 
 def over_layers(name: str) -> str:
-    """The glob over layers of a name in one of them: ``blocks.*.up.weight`` of ``blocks.3.up.weight``."""
+    """Replace the layer numbers in a name by ``*``: ``blocks.3.up.weight`` becomes ``blocks.*.up.weight``."""
     return re.sub(r"(?<!\w)\d+(?=(?:\.\d+)*\.[A-Za-z_])", "*", name)
 
 
 def over_calls(text: str) -> str:
-    """The same of a text with names of values, without the numbers by which values of one op differ."""
+    """``over_layers`` of a text with names of values, without their numbers: ``add_3`` becomes ``add``."""
     return over_layers(re.sub(r"_\d+(?=$|[ ,;])", "", text))
 
 
 def folded(
     rows: Iterable[Sequence[object]], column: int = 0, alike: Callable[[str], str] = over_layers
 ) -> list[Sequence[object]]:
-    """Rows of a table in which those of equal layers are one, ``blocks.*.up.weight x 12`` in its ``column``.
+    """Merge the rows of equal layers in a table into one, with ``blocks.*.up.weight x 12`` in its ``column``.
 
-    Rows are of equal layers if they are the same text after ``alike``. The one stands where the first of them stood.
+    Rows are of equal layers if ``alike`` maps them to the same text. The merged row takes the place of the first.
     """
     groups: dict[tuple[str, ...], list[Sequence[object]]] = {}
     for row in rows:
@@ -84,7 +84,7 @@ def folded(
 
 
 def shortened(text: str, separator: str = ", ") -> str:
-    """A list of what is said of each member of a bucket, cut to the first entry, a count, and the annotations.
+    """Shorten a list with an entry for each member of a bucket to the first entry, a count, and the annotations.
 
     Entries such as ``dp from x: P('dp')`` name annotations and are all kept.
     """
@@ -94,7 +94,7 @@ def shortened(text: str, separator: str = ", ") -> str:
     return text if others < 2 else separator.join([parts[0], f"and {others} more", *origins])
 
 
-# Units for people. Every text form writes its bytes, seconds and operations by these; JSON has whole numbers.
+# Units for people. Every text form writes bytes, seconds and operations with these; JSON has whole numbers.
 
 
 def bytes_text(count: float) -> str:
@@ -108,7 +108,7 @@ def operations_text(count: float) -> str:
 
 
 def count_text(count: float) -> str:
-    """``512``, ``2.0 M``: how many of something, in powers of a thousand."""
+    """``512``, ``2.0 M``: a count, in powers of a thousand."""
     return _in_units(count, ("", "k", "M", "G", "T")).rstrip()
 
 
@@ -120,7 +120,7 @@ _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*([A-Za-z]*)\s*")
 
 
 def bytes_of(text: str | float) -> int:
-    """The number of bytes in a text such as ``80GB``. Raises an OptionError where it is none, or no byte."""
+    """Read a number of bytes such as ``80GB``. Raises an OptionError for any other text, and for less than 1 byte."""
     parts = _BYTES.fullmatch(str(text))
     count = int(float(parts[1]) * _UNITS.get(parts[2].lower(), 0)) if parts else 0
     if count < 1:
@@ -129,7 +129,7 @@ def bytes_of(text: str | float) -> int:
 
 
 def _in_units(count: float, units: Sequence[str]) -> str:
-    """A number below a thousand in the first unit that makes it so; the first unit has no fractions."""
+    """A number in the first unit that brings it below a thousand; the first unit has no fractions."""
     if abs(count) < 1000:
         return f"{count} {units[0]}"
     size, power = count / 1000, 1

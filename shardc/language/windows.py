@@ -1,8 +1,8 @@
-"""Windows of a cut dim: which elements each rank needs of its neighbours, and the two ops that fetch and return them.
+"""Windows of a cut dim: the elements that each rank needs from its neighbours, and the ops that fetch and return them.
 
 An op that reads a few elements around each position (a convolution, a shift) needs only the edges of the neighbours'
-chunks of a dim cut in chunks. ``windows`` gives each chunk of positions the run of elements that it reads, all runs
-joined; ``overlap_add`` is its adjoint. Both have the same meaning on one device, where no axes cut the dim.
+chunks. ``windows`` returns for each chunk of positions the run of elements that it reads, with all runs joined;
+``overlap_add`` is its adjoint. Both mean the same on one device, where no axes cut the dim.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Windows:
     """Runs of a dim of ``length`` elements, one for each of ``count`` chunks of ``total`` positions.
 
     Position ``t`` reads elements ``start + t * stride`` to ``start + t * stride + span``; the window of a chunk is
-    the run that its positions read. Beyond the dim stands what ``beyond`` says, see ``FILLED`` and its like. With a
-    negative stride a window still runs upwards. Chunks, of the dim and of the positions, are those of ``torch.chunk``,
-    unless ``fixed_shard_size`` says how many elements each chunk of the dim has.
+    the run that its positions read. ``beyond`` says what they read beyond the dim: ``FILLED``, ``AROUND``, ``EDGE`` or
+    ``MIRRORED``. With a negative stride a window still runs upwards. The dim and the positions are cut as by
+    ``torch.chunk``, unless ``fixed_shard_size`` is the number of elements in each chunk of the dim.
     """
 
     count: int
@@ -63,7 +63,7 @@ class Windows:
         return self == Windows(self.count, self.total, self.total, 0) and self.total % self.count == 0
 
     def first(self, index: Any) -> Any:
-        """The element where a window starts, which may be beyond the dim; ``index`` is an int or a tensor."""
+        """The first element of a window, possibly beyond the dim; ``index`` is an int or a tensor."""
         return self.start + index * (self.chunk * self.stride) + min(0, (self.chunk - 1) * self.stride)
 
     def used(self, index: int) -> tuple[int, int]:
@@ -77,7 +77,7 @@ class Windows:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Elements ``start`` to ``start + length`` of the chunk ``source``, which stand at ``at`` in a window."""
+    """Elements ``start`` to ``start + length`` of the chunk ``source``, placed at ``at`` in a window."""
 
     source: int
     at: int
@@ -87,7 +87,7 @@ class Segment:
 
 @lru_cache(maxsize=1024)
 def segments(values: tuple[int, ...]) -> tuple[tuple[Segment, ...], ...]:
-    """The segments that each window is made of, in the order of the window."""
+    """The segments of each window, in window order."""
     window = Windows(*values)
     return tuple(tuple(_segments_of(window, index)) for index in range(window.count))
 
@@ -110,7 +110,7 @@ def _segments_of(window: Windows, index: int) -> Iterator[Segment]:
 
 
 def _element(position: Any, window: Windows) -> Any:
-    """The element of the dim that stands at a position, perhaps beyond the dim; of an int, or of each of a tensor."""
+    """The element of the dim that is read at a position, possibly beyond the dim; positions are an int or a tensor."""
     last = window.length - 1
     if window.beyond == AROUND:
         return position % window.length
@@ -145,7 +145,7 @@ def rows_sent(values: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]
 def windows(x: Any, axes: tuple[str, ...], dim: int, values: tuple[int, ...], fill: float) -> Any:
     """The windows of ``dim`` joined along it: ``count * size`` elements, ``fill`` where no position reads.
 
-    ``values`` are those of a ``Windows``; ``axes`` cut the dim, and give each rank its own window.
+    ``values`` are those of a ``Windows``; ``axes`` cut the dim, so that each rank gets its own window.
     """
     import torch
 

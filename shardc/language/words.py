@@ -1,4 +1,4 @@
-"""Words of programs that their JSON forms share: levels of lowering, and the parts of a pipeline stage's work."""
+"""Names that programs and their JSON forms share: levels of lowering, and the parts of a pipeline stage's work."""
 
 from __future__ import annotations
 

@@ -40,6 +40,6 @@ POINTWISE = OpRule(pointwise_rule)
 
 
 def op_rule(target: Any) -> OpRule | None:
-    """The table's entry for an op, or that of pointwise ops. None for an op without a rule, which runs whole."""
+    """The table's entry for an op, or that of pointwise ops. None for an op without a rule: its operands are whole."""
     entry = RULES.get(target)
     return POINTWISE if entry is None and pointwise.is_pointwise(target) else entry

@@ -1,9 +1,9 @@
-"""Values as codes for the wire, and back: local ops of one rank.
+"""Encode values for the wire, and decode them: local ops of one rank.
 
-Codes are a tensor ``[senders, receivers, length]``. What a rank sends to each of ``count`` others are the rows of
-``[1, count, length]``; an all_to_all makes ``[count, 1, length]`` of it, whose rows come from each. A row holds the
-values of several tensors after each other, each filled up to whole blocks. A block is its scale, a float32, and then
-its codes, so that it can be read alone; of ``topk`` it is the places of what is kept, and then that as bf16.
+Codes are a tensor ``[senders, receivers, length]``. A rank sends the rows of ``[1, count, length]``, one to each of
+``count`` ranks; an all_to_all turns it into ``[count, 1, length]``, with one row from each. A row holds the values of
+several tensors one after the other, each padded to whole blocks. A block is its scale, a float32, followed by its
+codes, so that it can be read alone. A block of ``topk`` is the places of the kept values, followed by these as bf16.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ Shapes = tuple[tuple[int, ...], ...]
 CUT = ("reduce_scatter", "all_to_all")  # collectives that send each rank a piece of every value
 JOINED = ("all_gather", "all_to_all")  # collectives that join the pieces that arrive
 BEFORE = 9  # the place of ``before`` among the arguments of ``left_out_rows``, and of ``left_out``
-AT_ONCE = 2**22  # values that are encoded or decoded at a time, since that takes memory of some times as many
+AT_ONCE = 2**22  # values that are encoded or decoded at a time, which takes several times their memory
 CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}  # codecs without scales: casts
 LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}  # the code of the largest value of a block
 
 
 def codes_dtype(codec: Codec, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the tensor of codes of values of a dtype."""
+    """The dtype of the tensor of codes, for values of a dtype."""
     return sum_dtype(dtype) if codec is VALUES else CASTS.get(codec.name, torch.uint8)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values of a dtype are summed, and given codes."""
+    """The dtype in which values of a dtype are summed and encoded."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def encode_rows(kind: str, codec: str, count: int, dims: Dims, lengths: tuple[int, ...], *xs: Tensor) -> Tensor:
     """The codes ``[1, count, length]`` of the values of a collective among ``count`` ranks.
 
-    Each value is cut along its dim of ``dims`` into ``count`` pieces of the length of ``lengths``, the last one filled
-    up with zeros; for an all_reduce all are laid flat after each other, and that is cut. For an all_gather and a
-    collective_permute there is one row.
+    Each value is cut along its dim in ``dims`` into ``count`` pieces of its length in ``lengths``; the last piece is
+    padded with zeros. For an all_reduce all values are flattened and joined, and the result is cut. For an all_gather
+    and a collective_permute there is one row.
     """
     by = codec_named(codec)
     return _encode(_rows(kind, by, count, dims, lengths, xs), by).unsqueeze(0)
@@ -68,10 +68,10 @@ def add_codes(codec: str, dtype: torch.dtype, codes: Tensor) -> Tensor:
 def decode_rows(
     kind: str, codec: str, dims: Dims, pieces: Shapes, shapes: Shapes, dtype: torch.dtype, codes: Tensor
 ) -> Tensor | tuple[Tensor, ...]:
-    """The results of a collective from its codes ``[count, 1, length]``, with one of ``shapes`` each.
+    """The results of a collective, of these ``shapes``, from its codes ``[count, 1, length]``.
 
-    Each row has a piece of every value, of the shapes ``pieces``. For a reduce_scatter pieces are added, for an
-    all_gather and an all_to_all joined along the dim of ``dims``; for an all_reduce the rows are one row that was cut.
+    Each row has a piece of every value, of the shapes ``pieces``. A reduce_scatter adds the pieces; an all_gather and
+    an all_to_all join them along the dims ``dims``. The rows of an all_reduce are one row that was cut.
     """
     by = codec_named(codec)
     rows = _decode(codes.squeeze(1), by, sum_dtype(dtype), adds=kind == "reduce_scatter")
@@ -85,7 +85,7 @@ def decode_rows(
 
 
 def _values(rows: Tensor, pieces: Sequence[Dims], block: int) -> Iterator[Tensor]:
-    """Of each value its pieces, a flat one in each row."""
+    """The pieces of each value, one in each row, flattened."""
     start = 0
     for piece in pieces:
         numel = math.prod(piece)
@@ -94,17 +94,17 @@ def _values(rows: Tensor, pieces: Sequence[Dims], block: int) -> Iterator[Tensor
 
 
 def _rejoined(pieces: Tensor, dim: int, size: int) -> Tensor:
-    """Pieces joined along a dim, which is cut short to its size."""
+    """Pieces joined along a dim, which is truncated to its size."""
     return pieces.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, size)
 
 
 def add_residual(x: Tensor, residual: Tensor) -> Tensor:
-    """A value with what was left out of it before, ``[1, *shape]``."""
+    """A value plus its residual, ``[1, *shape]``, which codes left out before."""
     return x.to(residual.dtype) + residual.squeeze(0)
 
 
 def mix_momentum(x: Tensor, momentum: Tensor, beta: float, ranks: int) -> Tensor:
-    """This rank's part of a new momentum: of a gradient that ``ranks`` add up, and the momentum that they all have."""
+    """This rank's part of the new momentum, from its gradient and the old momentum; the sum over ``ranks`` is whole."""
     return x.to(momentum.dtype).mul(1 - beta).add_(momentum, alpha=beta / ranks)
 
 
@@ -112,10 +112,10 @@ def left_out_rows(
     kind: str, codec: str, count: int, dims: Dims, lengths: tuple[int, ...], share: float, codes: Tensor,
     index: Tensor, rests: Sequence[Tensor], before: Sequence[Tensor], *xs: Tensor,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
-    """What the codes of ``encode_rows`` leave out of each value, times ``share``: ``[1, *shape]`` for each.
+    """The residuals that the codes of ``encode_rows`` leave out, times ``share``: ``[1, *shape]`` for each value.
 
-    ``rests``: what was left out later of this rank's own piece, which is that of ``index``. Where a value is no number
-    nothing is left out. ``before`` is what ``replace_residuals`` writes to.
+    ``rests``: later residuals of this rank's own piece, which has the number ``index``. Residuals that are nan or inf
+    become 0. ``before``: the tensors to which ``replace_residuals`` writes.
     """
     rows = _rows(kind, codec_named(codec), count, dims, lengths, xs)
     left = rows - _decode(codes.squeeze(0), codec_named(codec), rows.dtype)
@@ -135,7 +135,7 @@ def left_out_rows(
 
 
 def replace_residuals(*args: Any) -> Tensor | tuple[Tensor, ...]:
-    """``left_out_rows``, written over the residuals of the last step where there are some."""
+    """``left_out_rows``, written over the residuals of the last step if there are any."""
     before: Sequence[Tensor] = args[BEFORE]
     found = left_out_rows(*args)
     results = found if isinstance(found, tuple) else (found,)
@@ -146,14 +146,14 @@ def replace_residuals(*args: Any) -> Tensor | tuple[Tensor, ...]:
 
 
 def _pieces(x: Tensor, count: int, dim: int, length: int) -> Tensor:
-    """The pieces of a value, a row each."""
+    """The pieces of a value, one in each row."""
     missing = count * length - x.shape[dim]
     x = pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, missing)) if missing else x
     return x.unflatten(dim, (count, length)).movedim(dim, 0).flatten(1)
 
 
 def _filled(rows: Tensor, block: int) -> Tensor:
-    """The rows with zeros up to whole blocks."""
+    """The rows padded with zeros to whole blocks."""
     missing = -rows.shape[1] % block
     return pad(rows, (0, missing)) if missing else rows
 
@@ -173,12 +173,12 @@ def _encode_blocks(blocks: Tensor, codec: Codec) -> Tensor:
         kept = blocks.gather(1, places).to(torch.bfloat16)
         return torch.cat([places.to(torch.uint8), kept.view(torch.uint8)], 1)
     scale = _scale(blocks.abs(), codec).float()
-    scaled = blocks / torch.where(scale > 0, scale, 1)  # of a block with a nan or inf the scale is one, and all is nan
+    scaled = blocks / torch.where(scale > 0, scale, 1)  # with a nan or inf the scale is one too, and all is nan
     return torch.cat([scale.view(torch.uint8), _round(scaled, codec)], 1)
 
 
 def _scale(magnitudes: Tensor, codec: Codec) -> Tensor:
-    """The scale of each block; of signs the one that leaves out least, nan where a value is no finite number."""
+    """The scale of each block; for signs the one with the least error, nan if a value is not finite."""
     if codec.name == "1bit":
         scale = magnitudes.mean(1, keepdim=True)
         return torch.where(scale.isfinite(), scale, torch.nan)
@@ -213,7 +213,7 @@ def _joined(pieces: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def _round(scaled: Tensor, codec: Codec) -> Tensor:
-    """The codes of values that lie between the smallest and the largest code, as bytes; of signs eight in a byte."""
+    """The codes of values between the smallest and the largest code, as bytes; eight signs in a byte."""
     if codec.name == "1bit":
         signs = (scaled >= 0).to(torch.uint8).unflatten(1, (-1, 8))
         return (signs << torch.arange(8, dtype=torch.uint8, device=scaled.device)).sum(2, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Contractions: ``dot``, an einsum over named factors, its rings, the products of aten that it replaces; experts."""
+"""Contractions: ``dot``, an einsum over named factors, its rings, the aten products that it replaces, and experts."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ Names = tuple[str, ...]
 def dot(a: Tensor, b: Tensor, spec: str) -> Tensor:
     """Contract two tensors: ``dot(x, w, "b t k, k n -> b t n")``.
 
-    A factor stands once in a tensor; one that stands in both operands and not in the result is contracted, and none
-    stands in one operand alone. One mm, or one bmm when operands and result share factors.
+    A factor appears at most once in a tensor. A factor of both operands that the result lacks is contracted; no factor
+    may be in one operand alone. Runs one mm, or one bmm when operands and result share factors.
     """
     return BoundDot(spec, a.shape, b.shape)(a, b)
 
 
-Steps = tuple[tuple[int, ...] | None, tuple[int, ...] | None]  # a permutation and a shape, None where it stays as it is
+Steps = tuple[tuple[int, ...] | None, tuple[int, ...] | None]  # a permutation and a shape, None for no change
 
 
 class BoundDot:
     """``dot`` of one spec for operands of known shapes, on tensors or on their proxies in a graph.
 
-    ``left`` and ``right``: the steps from the operands to matrices. ``bias``, where the spec takes one, is added along
+    ``left`` and ``right``: the steps from the operands to matrices. A ``bias``, if the spec takes one, is added along
     the last dim, in the product's own kernel.
     """
 
@@ -61,7 +61,7 @@ class BoundDot:
         return product if self._order is None else product.permute(self._order)
 
     def put(self, a: Tensor, b: Tensor, place: Tensor) -> None:
-        """Put the contraction into a place, by its kernel itself if that can."""
+        """Write the contraction into ``place``, directly from its kernel if possible."""
         matrix = place_matrix(self.plan, place)
         if matrix is None:
             place.copy_(self(a, b))
@@ -76,7 +76,7 @@ class BoundDot:
 
 
 def place_matrix(plan: _Plan, place: Tensor) -> Tensor | None:
-    """The matrix, or the batch of them, that a product's kernel writes to put the result into a place; if it is one."""
+    """The view of ``place`` as the matrix, or batch of them, that a product's kernel writes; None if there is none."""
     dims = [plan.out.index(name) for name in plan.product]
     sizes = [place.shape[dim] for dim in dims]
     num_batch = len(plan.left[0])
@@ -118,11 +118,11 @@ def _steps(names: Names, groups: tuple[Names, Names, Names], sizes: dict[str, in
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How a spec becomes a matrix product.
+    """A spec as a matrix product.
 
     ``left`` and ``right``: the factors of the operands' matrices, as (batch, rows, columns). ``product``: the factors
     of the product, ``order`` its permutation to ``out``. ``is_swapped``: the product is that of the transposes, so
-    that it comes out in the result's order.
+    that it has the result's order.
     """
 
     a: Names
@@ -183,15 +183,15 @@ rule(aten.addmm.default, _biased_rule("m k, k n -> m n", ndim=2))
 rule(aten.baddbmm.default, _biased_rule("b m k, b k n -> b m n", ndim=3))
 
 
-# Rings of products, of which one chunk is sent while another is computed. On whole values nothing is sent.
+# Rings of products: one chunk is sent while another is computed. On whole values nothing is sent.
 
 
 def gather_dots(
     x: Tensor, axes: tuple[str, ...], dim: int, specs: tuple[str, ...], keeps: bool, *others: Tensor
 ) -> tuple[Tensor, ...]:
-    """``dot(x, other, spec)`` for each of ``others``, where ``x`` is gathered: ``axes`` cut its ``dim``.
+    """``dot(x, other, spec)`` for each of ``others``, with ``x`` gathered over ``axes``, which cut its ``dim``.
 
-    ``keeps``: ``x`` itself comes before them. No other operand has the factor of that dim, and all results have it.
+    ``keeps``: the gathered ``x`` is the first result. No other operand has the factor of that dim, and all results do.
     """
     return (*([x] if keeps else ()), *map(dot, [x] * len(others), others, specs))
 
@@ -199,9 +199,9 @@ def gather_dots(
 def dots_scatter(
     a: Tensor, axes: tuple[str, ...], dim: int, specs: tuple[str, ...], b: Tensor, *others: Tensor
 ) -> Tensor:
-    """The sum of ``dot(a, b, spec)``, of one for each spec: ``axes`` cut ``dim`` of the sum over them.
+    """The sum of ``dot(a, b, spec)`` over all specs, reduced over ``axes``, which cut its ``dim``.
 
-    ``others``: the operands of further products, two by two. One operand of each has the factor of that dim.
+    ``others``: the operands of further products, in pairs. One operand of each product has the factor of that dim.
     """
     operands = [a, b, *others]
     total, *products = map(dot, operands[::2], operands[1::2], specs)
@@ -212,7 +212,7 @@ DOT_RINGS = (gather_dots, dots_scatter)
 
 
 def gathered_dims(dim: int, specs: Sequence[str], keeps: bool) -> tuple[int, ...]:
-    """The dim of each result of ``gather_dots`` in which its chunks follow each other."""
+    """The dim of each result of ``gather_dots`` along which its chunks follow each other."""
     plans = map(_plan, specs)
     return (*([dim] if keeps else ()), *(plan.out.index(plan.a[dim]) for plan in plans))
 
@@ -220,7 +220,7 @@ def gathered_dims(dim: int, specs: Sequence[str], keeps: bool) -> tuple[int, ...
 def gathered_shapes(
     dim: int, specs: Sequence[str], keeps: bool, count: int, x: Tensor, others: Sequence[Tensor]
 ) -> Iterator[tuple[int, ...]]:
-    """The shapes of the results of ``gather_dots``, where ``x`` is one of a ``count`` of chunks."""
+    """The shapes of the results of ``gather_dots``, if ``x`` is one of ``count`` chunks."""
     whole = (*x.shape[:dim], count * x.shape[dim], *x.shape[dim + 1 :])
     if keeps:
         yield whole
@@ -230,13 +230,13 @@ def gathered_shapes(
 
 
 def scattered_dims(dim: int, specs: Sequence[str]) -> tuple[int | None, ...]:
-    """For each operand of ``dots_scatter`` the dim that is cut in chunks with the sum's; None where there is none."""
+    """For each operand of ``dots_scatter`` the dim that is cut in chunks as ``dim`` of the sum; None if it lacks it."""
     pairs = ((names, plan.out[dim]) for plan in map(_plan, specs) for names in (plan.a, plan.b))
     return tuple(names.index(factor) if factor in names else None for names, factor in pairs)
 
 
 def dots_flops(target: Any, args: tuple[Any, ...], results: Sequence[Any]) -> int:
-    """Operations of a ring of products on one rank, from its arguments and results with shapes for tensors."""
+    """FLOPs of a ring of products on one rank, from its arguments and results with shapes in place of tensors."""
     specs: tuple[str, ...] = args[3]
     plans = list(map(_plan, specs))
     if target is gather_dots:
@@ -251,9 +251,9 @@ def dots_flops(target: Any, args: tuple[Any, ...], results: Sequence[Any]) -> in
 
 @dataclass(frozen=True, slots=True)
 class _ChunkDot:
-    """One chunk of a product in a ring: what it multiplies, on meta, and the bytes that it makes.
+    """One chunk of a product in a ring: its operands, on meta, and ``made``, the bytes of its result.
 
-    ``is_in_place``: its kernel puts them where they are wanted.
+    ``is_in_place``: its kernel writes the result into its place.
     """
 
     plan: _Plan
@@ -264,17 +264,17 @@ class _ChunkDot:
 
     @property
     def flops(self) -> int:
-        """Its operations."""
+        """The FLOPs of the product."""
         return 2 * math.prod(self._sizes.values())
 
     @property
     def nbytes(self) -> int:
-        """The bytes that it reads and makes."""
+        """The bytes that the product reads and writes."""
         return self.a.nbytes + self.b.nbytes + self.made
 
     @property
     def copied(self) -> int:
-        """The bytes of the operands' matrices that are no views of them."""
+        """The bytes of the operands' matrices that are copies, not views."""
         plan, sizes = self.plan, self._sizes
         sides = (self.a, plan.a, plan.left), (self.b, plan.b, plan.right)
         matrices = [(x, stepped(x, _steps(names, groups, sizes))) for x, names, groups in sides]
@@ -311,9 +311,9 @@ def _piece(x: TensorType, dim: int | None = None, count: int = 1) -> Tensor:
 def chunk_calls(
     target: Any, args: tuple[Any, ...], count: int, operands: Sequence[TensorType], results: Sequence[TensorType]
 ) -> Iterator[tuple[int, int]]:
-    """The operations of each call of one chunk of a ring, and the bytes that it reads and writes.
+    """The FLOPs of each call for one chunk of a ring, and the bytes that it reads and writes.
 
-    What is made of a chunk that is gathered may be copied to its place; parts of a sum are added.
+    The result of a gathered chunk may be copied to its place; parts of a sum are added.
     """
     for each in _chunk_dots(target, args, count, operands, results):
         yield each.flops, each.nbytes
@@ -328,9 +328,9 @@ def dots_workspace(
 ) -> int:
     """Bytes that a rank holds while a ring of products runs, besides its operands and results.
 
-    Of what is gathered the chunk that is met and the next one, on its way, and one chunk of a product, where that is
-    copied to its place. Of a sum the chunk that is sent and the one that arrives, and a further product. Beside a
-    product the operands that it copies.
+    A gather holds the chunk that it multiplies and the next one, which is on its way, and one chunk of a product, if
+    that is copied to its place. A sum holds the chunk that is sent, the one that arrives, and a further product. Both
+    hold the copies of operands that a product makes.
     """
     dots = _chunk_dots(target, args, count, operands, results)
     if target is gather_dots:
@@ -344,9 +344,9 @@ def dots_workspace(
 
 
 def _gather_rule(call: OpCall) -> Rule:
-    """The dims of the gathered value have their names in all products; what one product alone has is whole.
+    """Dims of the gathered value have the same names in all products. With several results all other factors are whole.
 
-    The dim that is gathered has another size on a rank.
+    The gathered dim has another size on a rank.
     """
     _, _, dim, specs, keeps, *_ = call.args
     gathered = " ".join(f"x{i}" for i in range(len(call.operand.shape)))
@@ -359,9 +359,9 @@ def _gather_rule(call: OpCall) -> Rule:
 
 
 def _scatter_rule(call: OpCall) -> Rule:
-    """The dims of the sum have their names in all products; where there are several, what is contracted is whole.
+    """Dims of the sum have the same names in all products. With several products contracted factors are whole.
 
-    The dim that is scattered has another size on a rank.
+    The scattered dim has another size on a rank.
     """
     _, _, dim, specs, *_ = call.args
     plans = list(enumerate(map(_plan, specs)))
@@ -385,25 +385,25 @@ rule(gather_dots, _gather_rule)
 rule(dots_scatter, _scatter_rule)
 
 
-# Products of experts: each row is multiplied with the weight of its own expert.
+# Products of experts: each row is multiplied by the weight of its own expert.
 
 
 @torch.library.custom_op("shardc::expert_product", mutates_args=())
 def expert_product(x: Tensor, weight: Tensor, expert: Tensor, experts: Tensor, num_experts: int) -> Tensor:
-    """``x[i] @ weight[j]`` for each row ``i``, where ``experts[j] == expert[i]``; 0 where there is no such ``j``.
+    """``x[i] @ weight[j]`` for each row ``i``, where ``experts[j] == expert[i]``; 0 if there is no such ``j``.
 
     ``x``: [rows, k]. ``weight``: [experts here, k, n]. ``expert``: the number of each row's expert. ``experts``: the
-    numbers of the experts here, of ``num_experts`` everywhere.
+    numbers of the experts here. ``num_experts``: the count of experts on all ranks.
     """
     result = x.new_zeros(x.shape[0], weight.shape[2])
     for j, rows in _rows_of(expert, experts):
-        result[rows] += x[rows] @ weight[j]  # padding among the experts names one of them again, and adds zeros
+        result[rows] += x[rows] @ weight[j]  # padding among the experts repeats one of them, and adds zeros
     return result
 
 
 @torch.library.custom_op("shardc::expert_sum", mutates_args=())
 def expert_sum(x: Tensor, y: Tensor, expert: Tensor, experts: Tensor, num_experts: int) -> Tensor:
-    """For each expert here the sum of ``outer(x[i], y[i])`` over its rows: the gradient of ``expert_product``'s weight.
+    """The sum of ``outer(x[i], y[i])`` over the rows of each expert here: the gradient of ``expert_product``'s weight.
 
     ``x``: [rows, k]. ``y``: [rows, n]. The result is [experts here, k, n].
     """
@@ -429,10 +429,10 @@ expert_sum.register_fake(lambda x, y, expert, experts, *others: x.new_empty(expe
 def grouped_mm(
     a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
 ) -> Tensor:
-    """``aten._grouped_mm`` by rows that name their group; ``offs``: where each group of the ragged dim ends.
+    """``aten._grouped_mm`` with the group of each row; ``offs``: the end of each group in the ragged dim.
 
-    Which dim is ragged: of [m, k] and [groups, k, n] the rows, of [groups, m, k] and [k, n] the columns, and of two
-    matrices the dim that is contracted. What stands beyond the last group is 0.
+    The ragged dim is the rows for [m, k] and [groups, k, n], the columns for [groups, m, k] and [k, n], and the
+    contracted dim for two matrices. Results beyond the last group are 0.
     """
     assert bias is None and (offs is not None or a.ndim == b.ndim == 3), (a.shape, b.shape)
     if offs is None:
@@ -447,13 +447,13 @@ def grouped_mm(
 
 
 def _groups(offs: Tensor, num_rows: int) -> tuple[Tensor, Tensor, int]:
-    """The group of each row, and the numbers and the number of the groups."""
+    """The group of each row, the numbers of the groups, and the count of groups."""
     rows = torch.arange(num_rows, dtype=offs.dtype, device=offs.device)
     return torch.searchsorted(offs, rows, right=True), torch.arange(offs.shape[0], device=offs.device), offs.shape[0]
 
 
 def _flops(x: Any, y: Any, expert: Any, experts: Any, num_experts: int, **result: Any) -> int:
-    """A multiply and an add for every number of a row's product, for the share of the rows whose expert is here."""
+    """A multiply and an add for each term of a row's product, for the average share of rows whose expert is here."""
     return 2 * x[0] * x[1] * y[-1] * experts[0] // num_experts
 
 

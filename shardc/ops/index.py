@@ -1,8 +1,8 @@
 """Indexing and embeddings: the indexed dim is whole, dims that all tensors share are free; our ops for a cut one.
 
-An op of ours takes, beside the indices, ``rows``: the numbers of the positions of the indexed dim that are here. What
-an index names elsewhere gives 0 or is not written, so that over all pieces of a cut dim the sum, or all pieces joined,
-is the result of the whole op.
+Besides the indices, an op of ours takes ``rows``: the numbers of the positions of the indexed dim that are here. An
+index of a position elsewhere gives 0 or writes nothing. The result of the whole op is thus the sum over all pieces of a
+cut dim, or all pieces joined.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ aten = torch.ops.aten
 IndexedDims = tuple[int, ...]  # the dims that are indexed, in order
 
 
-# x[indices], and what is put there.
+# x[indices], and writes to it.
 
 
 def _lookup_specs(
     ndim: int, dims: Sequence[int], tensors: Sequence[TensorType | None]
 ) -> tuple[list[str], list[str], list[str]]:
-    """Names of the dims of ``x`` and of ``x[tensors]``, where ``dims`` of ``x`` are indexed, and the tensors' specs.
+    """Names of the dims of ``x`` and of ``x[tensors]``, if ``tensors`` index ``dims`` of ``x``, and the tensors' specs.
 
-    ``v0`` is the name of dim 0 of ``x`` if it is indexed, ``i0`` that of the first dim that the tensors broadcast to.
+    ``v0`` names dim 0 of ``x`` if it is indexed, ``i0`` the first dim of the shape to which the tensors broadcast.
     """
     names = [f"v{dim}" if dim in dims else name for dim, name in enumerate(dim_names(ndim))]
     lookup = [f"i{i}" for i in range(max(len(tensor.shape) for tensor in tensors if tensor is not None))]
@@ -45,7 +45,7 @@ def _lookup_specs(
 
 
 def _lookup_start(dims: Sequence[int]) -> int:
-    """The first of the dims of the indices in ``x[indices]``; indices apart from each other put them in front."""
+    """The first dim of ``x[indices]`` that comes from the indices: 0 if the indexed dims are not adjacent."""
     return dims[0] if list(dims) == list(range(dims[0], dims[-1] + 1)) else 0
 
 
@@ -104,7 +104,7 @@ def _searchsorted_rule(call: OpCall) -> Rule:
 
 
 def _beside_index_rule(spec: str) -> Bind:
-    """``X`` in the spec are the dims of ``x``, of which the indexed one is whole."""
+    """``X`` in the spec are the dims of ``x``; the indexed one is whole."""
 
     def bind(call: OpCall) -> Rule:
         names = dim_names(len(call.operand.shape))
@@ -129,7 +129,7 @@ rule(  # the index counts through all dims of x
 rule(aten.bucketize.Tensor, "..., 1 -> ...")
 
 
-# Ops of ours over a piece of the indexed dims: ``*args`` are an index and the rows for each dim, then the dims.
+# Our ops over a piece of the indexed dims: ``*args`` are the indices of all these dims, the rows of all, and the dims.
 
 
 def lookup_at(x: Tensor, *args: Any) -> Tensor:
@@ -177,7 +177,7 @@ def scatter_added_at(x: Tensor, index: Tensor, source: Tensor, rows: Tensor, dim
 
 
 def scatter_added_at_(x: Tensor, index: Tensor, source: Tensor, rows: Tensor, dim: int) -> Tensor:
-    """``scatter_added_at`` that writes to ``x``."""
+    """``scatter_added_at`` in place, on ``x``."""
     elsewhere, local = local_positions(index, rows)
     return x.scatter_add_(dim, local, source.masked_fill(elsewhere, 0))
 
@@ -190,9 +190,9 @@ def scatter_at(x: Tensor, index: Tensor, source: Tensor, rows: Tensor, dim: int)
 
 
 def local_positions(index: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """A mask of indices that name a position elsewhere, and local positions, clamped into range.
+    """A mask of the indices of positions elsewhere, and the local positions, clamped into range.
 
-    ``rows`` are consecutive: the rules of the ops that call this say so (``contiguous``).
+    ``rows`` are consecutive: the rules of the ops that call this demand it (``contiguous``).
     """
     position = index - rows[0]
     local = position.clamp(0, rows.shape[0] - 1)
@@ -200,7 +200,7 @@ def local_positions(index: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _local_indices(args: Sequence[Any]) -> tuple[Tensor, list[Tensor], IndexedDims]:
-    """Where any index names a position elsewhere, the local positions of each, and the dims."""
+    """A mask of places where any index is of a position elsewhere, the local positions of each index, and the dims."""
     *tensors, dims = args
     pairs = map(local_positions, tensors[: len(dims)], tensors[len(dims) :])
     elsewhere, local = zip(*pairs, strict=True)
@@ -208,13 +208,13 @@ def _local_indices(args: Sequence[Any]) -> tuple[Tensor, list[Tensor], IndexedDi
 
 
 def _index_of(local: Sequence[Tensor], dims: IndexedDims) -> list[Tensor | None]:
-    """An index over all dims up to the last that is indexed."""
+    """An index for each dim up to the last indexed one, None for the others."""
     by_dim = dict(zip(dims, local, strict=True))
     return [by_dim.get(dim) for dim in range(dims[-1] + 1)]
 
 
 def _with_spare(x: Tensor, dim: int) -> Tensor:
-    """``x`` with one position more, to which values for elsewhere are written."""
+    """``x`` with one position more, which takes the values for positions elsewhere."""
     return torch.cat([x, x.new_zeros([1 if i == dim else size for i, size in enumerate(x.shape)])], dim)
 
 
@@ -244,22 +244,22 @@ rule(gather_at, _along_index("X, I, v -> I", -1, linear="0", contiguous="v"))
 rule(scatter_add_at, _along_index("I, I, v -> X", -1, linear="1", contiguous="v"))
 rule((scatter_added_at, scatter_at), _along_index("X, I, I, v -> X", -1, whole="i", contiguous="v"))
 
-# Their results have memory of their own.
+# Ops whose results have their own memory.
 MAKE_NEW: frozenset[Any] = frozenset({lookup_at, gather_at, add_at, scatter_add_at, scatter_added_at})
-WRITE_OVER: dict[Any, Any] = {scatter_added_at: scatter_added_at_}  # the same op, which writes to its first operand
+WRITE_OVER: dict[Any, Any] = {scatter_added_at: scatter_added_at_}  # the same op in place, on its first operand
 
 
 def lookup_rows(weight: Tensor, ids: Tensor, rows: Tensor) -> Tensor:
-    """``weight[ids - rows[0]]`` where that row is here, else 0; ``rows``: the numbers of the rows that ``weight`` has.
+    """``weight[ids - rows[0]]`` where that row is here, else 0; ``rows``: the numbers of the rows of ``weight``.
 
-    Over all pieces of a table cut by rows the sum is the lookup in the whole table.
+    The sum over all pieces of a table cut by rows is the lookup in the whole table.
     """
     elsewhere, local = local_positions(ids, rows)
     return torch.embedding(weight, local).masked_fill_(elsewhere.unsqueeze(-1), 0)
 
 
 def scatter_rows(gradient: Tensor, ids: Tensor, rows: Tensor) -> Tensor:
-    """The gradient of the rows that are here: each the sum of ``gradient`` over the tokens that looked it up."""
+    """The gradients of the rows that are here: sums of ``gradient`` over the tokens that looked up each row."""
     elsewhere, local = local_positions(ids, rows)
     flat = gradient.masked_fill(elsewhere.unsqueeze(-1), 0)
     result = flat.new_zeros(rows.shape[0], gradient.shape[-1])
@@ -271,14 +271,14 @@ def _tokens(call: OpCall) -> str:
 
 
 def _embedding_backward_rule(call: OpCall) -> Rule:
-    """Tokens are reduced, unless each row is divided by how often it occurs in all of them."""
+    """Tokens are reduced, unless each row is divided by its number of occurrences among all tokens."""
     tokens = _tokens(call)
     by_count = len(call.args) > 4 and call.args[4]
     return make_rule(f"{tokens} d, {tokens} -> v d", call, linear="0", whole=f"v {tokens if by_count else ''}")
 
 
 def _bag_maxima(tensor: TensorType | None, without: str) -> str:
-    """The dims of the places of maxima: per bag and column, or ``without`` columns."""
+    """The spec of the places of maxima, by bag and column; ``without`` if there are none."""
     return "1 d" if tensor is not None and len(tensor.shape) == 2 else without
 
 
@@ -289,7 +289,7 @@ rule(
     scatter_rows,
     lambda call: make_rule("T d, T, v -> v d".replace("T", _tokens(call)), call, linear="0", contiguous="v"),
 )
-rule(  # where bags begin and how large they are does not depend on the columns
+rule(  # starts and sizes of bags do not depend on the columns
     (aten._embedding_bag.default, aten._embedding_bag_forward_only.default),
     lambda call: make_rule(f"1 d, 1, 1, 1 -> 1 d, _, _, {_bag_maxima(call.results[3], '_')}", call),
 )

@@ -1,6 +1,6 @@
-"""Linear algebra: matrices are whole, dims that stack them are free, and so are columns that are solved for apart.
+"""Linear algebra: matrices are whole; batch dims are free, and so are columns with separate solutions.
 
-Where a kernel raises errors over values the stack is cut evenly: padding may hold what is no matrix to factorize.
+If a kernel raises errors for some values, the batch is cut evenly: padding may hold a matrix without a factorization.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardc.ops.reduction import along
 aten = torch.ops.aten
 
 
-# Factorizations: factors, pivots, whether it went well.
+# Factorizations: factors, pivots, error codes.
 rule(aten._linalg_det.default, "... 1 1 -> ..., ... 1 1, ... 1")
 rule(aten._linalg_slogdet.default, "... 1 1 -> ..., ..., ... 1 1, ... 1")
 rule((aten._linalg_eigh.default, aten.linalg_eig.default), "... 1 1 -> ... 1, ... 1 1", is_even=True)
@@ -57,7 +57,7 @@ rule(aten.ormqr.default, lambda call: make_rule("... 1 1, ... 1, ... 1 1 -> ... 
 
 
 def _right_side(call: OpCall) -> str:
-    """The spec of B: a stack of vectors where it has one dim less than A and agrees with it, else of matrices."""
+    """The spec of B: a batch of vectors if it has one dim less than A and agrees with it, else of matrices."""
     a, b = call.operands
     assert a is not None and b is not None
     has_vectors = len(b.shape) == 1 or (len(b.shape) == len(a.shape) - 1 and b.shape == a.shape[:-1])
@@ -87,7 +87,7 @@ rule(aten._cdist_backward.default, "... p r, ... p 1, ... r 1, ... p r -> ... p 
 
 
 def _lstsq(a: Tensor, b: Tensor, rcond: float | None = None, *, driver: str | None = None) -> tuple[Tensor, ...]:
-    """Least squares by singular values where LAPACK's default driver would do: that one gives other bits each time."""
+    """Least squares by singular values in place of LAPACK's default driver, whose results differ from run to run."""
     if a.is_cuda or driver not in (None, "gelsy"):
         return tuple(aten.linalg_lstsq(a, b, rcond=rcond, driver=driver))
     solution, residuals, rank, values = aten.linalg_lstsq(a, b, rcond=rcond, driver="gelsd")

@@ -17,7 +17,7 @@ aten = torch.ops.aten
 def _layer_norm_rule(spec: str, operand: int) -> Bind:
     """``X`` in the spec is the input, whose normalized dims are whole, ``S`` its statistics, ``W`` the weight.
 
-    The input is the tensor ``operand``, and the argument after it is the normalized shape.
+    ``operand``: the position of the input; the argument after it is the normalized shape.
     """
 
     def bind(call: OpCall) -> Rule:
@@ -40,7 +40,7 @@ rule(aten._fused_rms_norm_backward.default, _layer_norm_rule("X, X, S, W -> X, W
 def _group_norm_rule(op: Any, spec: str, at: int) -> None:
     """``X`` in the spec is the input: groups are free, channels and places of a group are averaged.
 
-    ``at``: the argument that is the size of the batch; channels follow it, and two further the number of groups.
+    ``at``: the position of the batch size in the arguments; channels follow it, and groups are at ``at + 3``.
     """
 
     def bind(call: OpCall) -> Rule:
@@ -62,7 +62,7 @@ _group_norm_rule(aten.native_group_norm_backward.default, "X, X, n g, n g, (g c)
 
 
 def _batch_norm_rule(training: int | bool) -> Bind:
-    """Channels are free. In training the batch is averaged and whole. ``training``: a fact, or the argument's place."""
+    """Channels are free. In training the batch is averaged and whole. ``training``: a bool, or the argument's place."""
 
     def bind(call: OpCall) -> Rule:
         is_training = training if isinstance(training, bool) else call.args[training]
@@ -117,7 +117,7 @@ def _loss_rule(reduction: int, sees_padding: bool = False) -> Bind:
 
 
 def _loss_backward_rule(reduction: int) -> Bind:
-    """The gradient of a mean divides by the number of elements that it is given."""
+    """The gradient of a mean is whole: it divides by the number of elements of its operand."""
 
     def bind(call: OpCall) -> Rule:
         how = argument(call, reduction, MEAN)
@@ -151,7 +151,7 @@ def _nll_loss_backward_rule(call: OpCall) -> Rule:
 
 
 def _margin_rule(spec: str, reduction: int) -> Bind:
-    """Scores ``x`` are ``[rows, classes]`` or ``[classes]``; ``n`` has an entry a row, ``l`` too or is reduced."""
+    """Scores ``x`` are ``[rows, classes]`` or ``[classes]``; ``n`` has an entry a row; so has ``l``, unless reduced."""
 
     def bind(call: OpCall) -> Rule:
         how = argument(call, reduction, MEAN)

@@ -1,8 +1,8 @@
 """Pieces of a dim: slice, select, split, cat, stack, pad, and their gradients.
 
-Where a dim falls into equal aligned pieces it is ``(blk d)`` and a piece is ``d``: ``d`` may be cut, each block apart,
-which is how one fused weight for q, k and v comes to be cut in three blocks. ``blk`` itself is whole. Other pieces of a
-dim are a factor in chunks.
+A dim of equal aligned pieces is ``(blk d)``, and a piece is ``d``. ``d`` may be cut, in each block by itself: that is
+how one fused weight for q, k and v is cut in three blocks. ``blk`` itself is whole. Other pieces of a dim are a factor
+in chunks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardc.ops.view import dim_names
 
 aten = torch.ops.aten
 
-CHUNKED = "c"  # the dim of a piece, of another size on each tensor, each cut in its own chunks
+CHUNKED = "c"  # the dim of a piece: its size differs between tensors, and each cuts it in its own chunks
 
 
 def _piece_rule(spec: str, call: OpCall, linear: str | Groups) -> Rule:
@@ -34,7 +34,7 @@ def _piece_rule(spec: str, call: OpCall, linear: str | Groups) -> Rule:
 
 
 def _bounds(shape: Sequence[int], args: Sequence[Any]) -> tuple[int, int, int, int]:
-    """``dim, start, end, step`` of a slice's arguments, as numbers within the dim."""
+    """``dim, start, end, step`` from a slice's arguments, brought within the dim."""
     defaults: list[Any] = [0, None, None, 1]
     dim, start, end, step = [*args, *defaults[len(args) :]]
     dim %= len(shape)
@@ -42,7 +42,7 @@ def _bounds(shape: Sequence[int], args: Sequence[Any]) -> tuple[int, int, int, i
 
 
 def _slice_rule(op: Any, spec: str, at: int, linear: str = "0") -> None:
-    """``L`` and ``S`` in the spec are the large and the small side of a slice; ``at``: the argument that is the dim."""
+    """``L`` and ``S`` in the spec are the large and small side of a slice; ``at``: the position of its dim argument."""
 
     def bind(call: OpCall) -> Rule:
         shape = _large(spec, call).shape
@@ -56,7 +56,7 @@ def _slice_rule(op: Any, spec: str, at: int, linear: str = "0") -> None:
         return _piece_rule(spec.replace("L", large).replace("S", small), call, linear)
 
     def local(call: OpCall, shard: OpCall) -> dict[int, Any]:
-        """Start and end scale with the dim; a gradient's shape, an argument too, is that of one rank."""
+        """Start and end scale with the dim; the shape in the arguments of a gradient becomes that of one rank."""
         shape, local_shape = _large(spec, call).shape, _large(spec, shard).shape
         dim, start, end, _ = _bounds(shape, call.args[at:])
         size, local_size = shape[dim], local_shape[dim]
@@ -79,7 +79,7 @@ _slice_rule(aten.slice_scatter.default, "L, S -> L", 2, linear="01")
 
 
 def _select_rule(spec: str, at: int, default: int | None = None, linear: str | None = "0") -> Bind:
-    """``L`` in the spec is a tensor, ``S`` one without a dim of it, ``v``; ``at``: the argument that is the dim.
+    """``L`` in the spec is a tensor, ``S`` one without its dim ``v``; ``at``: the position of the dim argument.
 
     ``S*`` are all operands, or all results. ``linear`` None: a partial sum may pass when it is open on all operands.
     """
@@ -108,7 +108,7 @@ rule(aten.unbind.int, _select_rule("L -> S*", 1, default=0))
 
 
 def _piece_specs(large: Sequence[int], dim: int, sizes: Sequence[int]) -> tuple[str, str]:
-    """The specs of a dim and of its pieces, which are blocks if they have one size."""
+    """The specs of the whole tensor and of a piece; pieces are blocks if they have equal sizes."""
     names = dim_names(len(large))
     if len(set(sizes)) == 1 and sizes[0]:
         return spec_with(names, dim, "(blk d)"), spec_with(names, dim, "d")
@@ -136,7 +136,7 @@ rule((aten.split.Tensor, aten.split_with_sizes.default), _split_rule, local=_loc
 rule(aten.cat.default, _cat_rule)
 
 
-# Ops that move elements along some dims: whole, or in chunks that need what moves over their edges.
+# Ops that move elements along some dims. These are whole, or in chunks that exchange the elements at their edges.
 
 
 def _whole_along(call: OpCall, dims: Sequence[int]) -> Rule:
@@ -167,7 +167,7 @@ rule(aten.constant_pad_nd.default, _pad_rule)
 
 
 def fit(x: Tensor, dim: int, size: int) -> Tensor:
-    """``x`` with ``dim`` of another size: cut short, or made longer by zeros."""
+    """``x`` with ``dim`` of another size: truncated, or padded with zeros."""
     missing = size - x.shape[dim]
     if missing < 0:
         return x.narrow(dim, 0, size).contiguous()
@@ -175,7 +175,7 @@ def fit(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 def fill_padding(x: Tensor, dim: int, inner: int, chunk: int, length: int, fill: float) -> Tensor:
-    """``x`` with ``fill`` for its padding.
+    """``x`` with its padding replaced by ``fill``.
 
     ``dim`` is rows of ``chunk * inner`` elements, of which the first ``length * inner`` are data.
     """

@@ -36,7 +36,7 @@ def _cast_rule(call: OpCall) -> Rule:
 
 
 def _division_rule(call: OpCall) -> Rule:
-    """Whole numbers are not divided by the zeros that padding may have."""
+    """Integer division by a tensor is cut evenly: padding may hold zeros, which raise errors."""
     by_tensor = len(call.operands) > 1 and call.operands[1] is not None
     return replace(pointwise_rule(call), is_even=by_tensor and not call.result.dtype.is_floating_point)
 
@@ -106,7 +106,7 @@ rule(aten.scalar_tensor.default, "-> ")
 def annotate_op() -> Any:
     """``torch.ops.shardc.annotate(x, spec, priorities, text="")``: a copy of x; its backward annotates the gradient.
 
-    ``text``: the annotation as the user wrote it, where that is no call of ``annotate``.
+    ``text``: the annotation as the user wrote it, if that is no call of ``annotate``.
     """
 
     def copy(x: torch.Tensor, spec: str, priorities: Sequence[int] = (), *, text: str = "") -> torch.Tensor:

@@ -20,7 +20,7 @@ _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 def uniform(random: Tensor, key: int, index: Tensor) -> Tensor:
     """Float32 in [0, 1), 24 bits each, of ``index``'s shape.
 
-    ``random``: int64[2], seed and step. ``key``: which draw this is. ``index``: int64, the global index of each
+    ``random``: int64[2], seed and step. ``key``: the number of the draw. ``index``: int64, the global index of each
     element.
     """
     if index.is_meta:
@@ -29,27 +29,27 @@ def uniform(random: Tensor, key: int, index: Tensor) -> Tensor:
 
 
 def uniform_of(state: Tensor, index: Tensor) -> Tensor:
-    """The numbers of a stream at these places.
+    """The numbers of a stream at these indices.
 
-    Element ``i`` is ``state + i * gamma``, a Weyl sequence of 64 bits, of which one half is added to the other without
-    carry and mixed in 32 bits, in which most devices compute fastest. Integers wrap.
+    ``state + i * gamma`` is a Weyl sequence of 64 bits. The two halves of its element ``i`` are xored, and the result
+    is mixed in 32 bits, in which most devices compute fastest. Integers wrap.
     """
     bits = (index * _signed(_GAMMA)).add_(state)
-    bits.bitwise_xor_(bits << 32).bitwise_right_shift_(32)  # both halves, as a number that 32 bits have
+    bits.bitwise_xor_(bits << 32).bitwise_right_shift_(32)  # the xor of both halves, which fits in 32 bits
     return (_mix_32(bits.to(torch.int32)) >> 8).bitwise_and_(2**24 - 1).to(torch.float32).mul_(2.0**-24)
 
 
 def stream(random: Tensor, key: int) -> Tensor:
-    """The state of the stream of 64 bits that seed, step and key select, mixed one after the other (SplitMix64)."""
+    """The 64-bit state of the stream of seed, step and key, which are mixed in one after the other (SplitMix64)."""
     seed, step = random[0], random[1]
     return _mix(_mix(_mix(seed + _signed(_GAMMA)) + step * _signed(_GAMMA)) + _signed(key * _GAMMA))
 
 
 def poisson_quantile(rate: Tensor, chance: Tensor) -> Tensor:
-    """The smallest whole number that a Poisson variable of each rate stays below or at with this chance, in float64.
+    """The smallest whole number that a Poisson variable of each rate does not exceed with this chance, in float64.
 
-    ``chance``: float64 in [0, 1 - 2**-48]. By bisection of the cumulated distribution, from bounds (Chernoff's) that
-    hold for such a chance; a rate up to 2**53.
+    ``chance``: float64 in [0, 1 - 2**-48]. ``rate``: up to 2**53. Bisects the cumulative distribution between Chernoff
+    bounds, which hold for such a chance.
     """
     spread = 9 * rate.sqrt()
     low = (rate - spread).floor().clamp_min(0) - 1
@@ -62,10 +62,10 @@ def poisson_quantile(rate: Tensor, chance: Tensor) -> Tensor:
 
 
 def seeded(random: Tensor, key: int, name: str, *args: Any) -> Any:
-    """A random op by its name (``aten.binomial.default``), drawn by torch's own generator, which is put back after.
+    """Run a random op by name (``aten.binomial.default``) with torch's own generator, and restore that afterwards.
 
-    ``args``: in the order of its schema. Its seed depends on seed, step and key alone: whole on every rank, its values
-    are the same on each of them, on one kind of device.
+    ``args``: in the order of the op's schema. The generator's seed depends on seed, step and key alone, so that the
+    whole result is the same on every rank, on one kind of device.
     """
     op = torch.ops
     for part in name.split("."):
@@ -83,7 +83,7 @@ def seeded(random: Tensor, key: int, name: str, *args: Any) -> Any:
 
 
 def _on_meta(op: Any, args: list[Any], named: dict[str, Any]) -> Any:
-    """The result of an op on meta; an op without a kernel there runs once on zeros."""
+    """The result of an op on meta; an op without a meta kernel runs once on zeros."""
     try:
         return op(*args, **named)
     except NotImplementedError:
@@ -100,19 +100,19 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _mix_32(x: Tensor) -> Tensor:
-    """A bijection of 32 bits of which each changes about half of them (lowbias32, Wellons 2018). In place."""
+    """A bijection of 32 bits, each of which changes about half of the result's (lowbias32, Wellons 2018). In place."""
     for shift, factor in _MIX_32:
         x.bitwise_xor_((x >> shift).bitwise_and_(2 ** (32 - shift) - 1)).mul_(factor)
     return x.bitwise_xor_((x >> 16).bitwise_and_(2**16 - 1))
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Zeros come in at the top; ``>>`` alone copies the sign."""
+    """Shift right, with zeros at the top; ``>>`` alone copies the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _signed(bits: int) -> int:
-    """The int64 of the same low 64 bits."""
+    """The int64 with the same low 64 bits."""
     return (bits + 2**63) % 2**64 - 2**63
 
 

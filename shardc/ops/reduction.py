@@ -13,23 +13,23 @@ from shardc.language.sharding import ReduceOp, TensorType
 from shardc.ops.view import dim_names
 
 aten = torch.ops.aten
-NARROW = (torch.bfloat16, torch.float16)  # dtypes whose sums are made in float32, and rounded once
+NARROW = (torch.bfloat16, torch.float16)  # dtypes that are summed in float32, and rounded once
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that numbers of a dtype are summed in."""
+    """The dtype in which values of a dtype are summed."""
     return torch.float32 if dtype in NARROW else dtype
 
 
 def argument(call: OpCall, at: int, default: Any) -> Any:
-    """``args[at]`` of a call, or its default where it is left out."""
+    """``args[at]`` of a call, or the default if it is left out."""
     return call.args[at] if len(call.args) > at else default
 
 
 def _reduction(reduce: ReduceOp | None, at: int = 1, linear: str = "", default: int | None = None) -> Bind:
-    """A rule whose reduced dims leave partial results, or are whole where ``reduce`` is None.
+    """A rule whose reduced dims leave partial results, or are whole if ``reduce`` is None.
 
-    ``args[at]`` names the dims: one, several, or all where it is None or empty.
+    ``args[at]`` names the dims: one, several, or all if it is None or empty.
     """
 
     def bind(call: OpCall) -> Rule:
@@ -45,9 +45,9 @@ def _reduction(reduce: ReduceOp | None, at: int = 1, linear: str = "", default: 
 
 
 def along(dims: Callable[[OpCall], int | Sequence[int]], linear: str = "", in_chunks: bool = False) -> Bind:
-    """A rule for ops that keep all dims, some of which are whole: factors, so that later passes see where they are cut.
+    """A rule for ops that keep all dims, of which ``dims`` are whole. They are factors, so that passes see their cuts.
 
-    ``in_chunks``: they may be cut, since decompose takes the op apart in chunks.
+    ``in_chunks``: they may be cut, since decompose splits the op into chunks.
     """
 
     def bind(call: OpCall) -> Rule:
@@ -115,7 +115,7 @@ rule(aten.hash_tensor.default, _reduction(None))
 
 
 def _histogram_rule(call: OpCall) -> Rule:
-    """How many elements fall into each bin: a sum over them, where the bins do not depend on their range."""
+    """The count of each bin is a sum over elements, unless the bins depend on the range of the elements."""
     low, high = [*call.args[2:4], 0, 0][:2]
     names = " ".join(dim_names(len(call.operand.shape)))
     return make_rule(f"{names} -> 1", call, whole=names if low == high else "", sees_padding=True)
@@ -125,12 +125,12 @@ rule(aten.histc.default, _histogram_rule)
 
 
 def sum_from_end(self: Tensor, dim: int) -> Tensor:
-    """The sum of each element of a dim and of those after it: what ``cumsum`` leads back."""
+    """Sums of each element of a dim and those after it: the backward of ``cumsum``."""
     return self.flip(dim).cumsum(dim).flip(dim)
 
 
 def logsumexp_from_end(self: Tensor, dim: int) -> Tensor:
-    """The logarithm of such a sum of exponentials: what ``logcumsumexp`` leads back."""
+    """Logsumexps of each element of a dim and those after it, for the backward of ``logcumsumexp``."""
     return self.flip(dim).logcumsumexp(dim).flip(dim)
 
 

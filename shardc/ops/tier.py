@@ -1,6 +1,6 @@
 """Copies between a device and the tier below it: host memory, or files.
 
-``to``: which, of what the option ``saved`` puts there; of parameters and gradients ``Zero.to`` says it.
+``to``: the tier of values that the option ``saved`` stores there; for parameters and gradients it is ``Zero.to``.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from shardc.language.rule import rule
 
 
 def fetch(x: Tensor, to: str | None = None) -> Tensor:
-    """A copy on the device of what is in the tier below."""
+    """Copy a value from the tier below to the device."""
     return x.clone()
 
 
 def offload(x: Tensor, to: str | None = None) -> Tensor:
-    """A copy in the tier below of what is on the device."""
+    """Copy a value from the device to the tier below."""
     return x.clone()
 
 
 TRANSFERS = (fetch, offload)
-MOST_UNDER_WAY = 8  # copies of what is saved; what is copied lives on the device until computation waits for the copy
+MOST_UNDER_WAY = 8  # copies of saved values; their sources live on the device until computation waits for the copy
 
 rule(TRANSFERS, "... -> ...", linear="0")

@@ -15,13 +15,12 @@ aten = torch.ops.aten
 
 
 def view_spec(src: Sequence[int], dst: Sequence[int]) -> tuple[str, dict[str, int], str]:
-    """The spec of a view from one shape to another, the sizes of its factors, and those that are whole.
+    """The spec of a view from one shape to another, the sizes of its factors, and the factors that are whole.
 
-    Both shapes are walked from the major end; each time the greatest common divisor of what is left of the two dims
-    becomes a factor of both: ``[8] -> [2, 4]`` gives ``(a b) -> a b``. Where nothing is common, what is left of a dim
-    is a factor of one side alone, and whole, until the two line up again: ``[4, 6] -> [6, 4]`` gives
-    ``(a i) j -> (a k) l``. A dim of size 1 has a factor where the other side has one in the same place. As in Shardy's
-    rule for reshape.
+    Both shapes are walked from the major end. Each time the greatest common divisor of the rests of the two dims
+    becomes a factor of both: ``[8] -> [2, 4]`` gives ``(a b) -> a b``. If there is none, the rest of a dim is a factor
+    of one side alone, and whole, until the two line up again: ``[4, 6] -> [6, 4]`` gives ``(a i) j -> (a k) l``. A dim
+    of size 1 has a factor if the other side has such a dim in the same place. This follows Shardy's rule for reshape.
     """
     left, right = _Walk(src), _Walk(dst)
     sizes: dict[str, int] = {}
@@ -45,7 +44,7 @@ def view_spec(src: Sequence[int], dst: Sequence[int]) -> tuple[str, dict[str, in
 class _Walk:
     """A shape whose dims are split into factors from the major end.
 
-    ``size`` is what is left of the current dim, ``rest`` of all dims together.
+    ``size`` is the rest of the current dim, ``rest`` that of all dims together.
     """
 
     def __init__(self, shape: Sequence[int]) -> None:
@@ -59,7 +58,7 @@ class _Walk:
         return next((size for size in self.sizes if size > 1), 1)
 
     def until(self, rest: int) -> int:
-        """The factor of the current dim after which ``rest`` is left of all dims; the whole dim where there is none."""
+        """The factor of the current dim that leaves ``rest`` of all dims together; the whole dim if there is none."""
         part, over = self.rest // rest, self.rest % rest
         return part if part > 1 and not over and self.size % part == 0 else self.size
 
@@ -70,7 +69,7 @@ class _Walk:
         self.rest //= size
 
     def ones(self) -> dict[tuple[int, int], int]:
-        """The dims of size 1 by their place: the elements before them, and how many such dims with as many."""
+        """The dims of size 1 by place: the number of elements before a dim, and its index among dims with as many."""
         places: dict[tuple[int, int], int] = {}
         for dim, size in enumerate(self.shape):
             if size == 1:
@@ -107,7 +106,7 @@ def _transpose_rule(call: OpCall) -> Rule:
 
 
 def _expand_rule(call: OpCall) -> Rule:
-    """Not linear, though it could be: it would enlarge what is reduced."""
+    """Not linear, though it could be: that would enlarge the value to be reduced."""
     shape, names = call.operand.shape, dim_names(len(call.result.shape))
     lead = len(names) - len(shape)
     triples = zip(names[lead:], shape, call.result.shape[lead:], strict=True)
@@ -122,7 +121,7 @@ def _unsqueeze_rule(call: OpCall) -> Rule:
 
 
 def _squeeze_rule(call: OpCall) -> Rule:
-    """A dim that the op names is whole: cut to one element a rank it would vanish."""
+    """A dim that the op names is whole: if it were cut to one element a rank, it would vanish."""
     ndim = len(call.operand.shape)
     named = call.args[1] if len(call.args) > 1 else range(ndim)
     dims = {dim % ndim for dim in ([named] if isinstance(named, int) else named)} if ndim else set()
@@ -142,9 +141,9 @@ def _repeat_rule(call: OpCall) -> Rule:
 
 
 def _diagonal_rule(spec: str, at: int, *defaults: int, linear: str = "0") -> Bind:
-    """``L`` in the spec is a tensor, of which two dims are whole, ``S`` its diagonal along them, as the last dim.
+    """``L`` in the spec is a tensor with two whole dims, ``S`` its diagonal along them, as the last dim.
 
-    ``args[at]`` and the argument after it are the two dims, by ``defaults`` where they are left out.
+    ``args[at]`` and the argument after it are the two dims; ``defaults`` stand in if they are left out.
     """
 
     def bind(call: OpCall) -> Rule:
@@ -159,7 +158,7 @@ def _diagonal_rule(spec: str, at: int, *defaults: int, linear: str = "0") -> Bin
 
 
 def _unfold_rule(spec: str, x: TensorType, dim: int, call: OpCall) -> Rule:
-    """``X`` in the spec are the dims of the tensor with the dim; the places of a window stand last."""
+    """``X`` in the spec are the dims of ``x``; the places of a window are the last dim, ``1``."""
     names = dim_names(len(x.shape))
     chunks = {names[dim]: 1} if names else {}
     return make_rule(spec.replace("X", " ".join(names)), call, linear="0", chunks=chunks)

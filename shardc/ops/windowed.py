@@ -1,7 +1,7 @@
 """Ops that read a window around each position: convolution, pooling, padding by the input's own values, resampling.
 
-Batch and channels are free. Positions are factors in chunks where decompose can fetch the edges of the neighbours'
-chunks, else whole.
+Batch and channels are free. Positions are factors in chunks if decompose can fetch the edges of the neighbours' chunks,
+else whole.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _convolution_specs(
 ) -> tuple[Mapping[str, str], dict[str, int], dict[str, int]]:
     """The specs of input ``n (g i)``, weight ``(g o) i`` and result ``n (g o)``; sizes of factors; factors in chunks.
 
-    A place is a factor of input and result, or of input and kernel; it has another size on each.
+    A place (a spatial dim) is a factor of input and result, or of input and kernel, with another size on each.
     """
     assert x is not None and weight is not None and result is not None
     shapes = list(zip(x.shape, weight.shape, result.shape, strict=True))[2:]
@@ -71,12 +71,12 @@ def _place(i: int, x: int, kernel: int, result: int, is_transposed: bool) -> tup
 
 
 def sums_over_kernel(kernel: int, result: int, is_transposed: bool) -> bool:
-    """Whether a place is best cut where it is summed over: the kernel is larger than the result, as for a gradient."""
+    """Whether a place is best cut in the kernel, over which it is summed: if that is larger, as for a gradient."""
     return kernel > result and not is_transposed
 
 
 def _num_groups(x: TensorType | None, weight: TensorType | None, result: TensorType | None, is_transposed: bool) -> int:
-    """The groups of tensors: their channels by those of one group in the weight."""
+    """The number of groups: the channels divided by those of one group in the weight."""
     channels = result if is_transposed else x
     assert channels is not None and weight is not None
     return channels.shape[1] // max(1, weight.shape[1])
@@ -100,7 +100,7 @@ rule(aten.convolution_backward.default, _convolution_backward_rule, local=_local
 
 
 def _over_places(sides: str, count: int, linear: str = "0") -> Bind:
-    """``"y x -> x"``: ``x`` and ``y`` are tensors before and after; their last ``count`` dims are places, in chunks."""
+    """``"y x -> x"``: ``x`` and ``y`` are tensors before and after; their last ``count`` dims are places in chunks."""
 
     def bind(call: OpCall) -> Rule:
         names = sides.replace("->", "").split()
@@ -117,7 +117,7 @@ def _over_places(sides: str, count: int, linear: str = "0") -> Bind:
 
 
 def _overloads(names: str, ndim: int) -> tuple[Any, ...]:
-    """The ops of these names for images of so many dims."""
+    """The ops of these names for images of ``ndim`` dims."""
     return tuple(getattr(aten, name.replace("#", str(ndim))).default for name in names.split())
 
 
@@ -158,7 +158,7 @@ rule(aten.grid_sampler_3d_backward.default, "n c d h w, n c 1 1 1, n d h w 1 -> 
 
 
 def _padding_rule(bind: Bind, at: int) -> Bind:
-    """A place that ``args[at]``, two numbers for each dim from the last, does not pad is a factor like others."""
+    """Unpadded places are plain factors. ``args[at]``: two numbers of padding for each dim, from the last dim on."""
 
     def padding(call: OpCall) -> Rule:
         bound, pads, shape = bind(call), call.args[at], call.result.shape
@@ -184,7 +184,7 @@ for ndim in (1, 2, 3):
 
 
 def _grouped_rule(spec: str, sizes: Callable[[OpCall], dict[str, int]]) -> Bind:
-    """A rule of which the factors that ``sizes`` names are whole."""
+    """A rule whose factors in ``sizes`` are whole."""
     return lambda call: make_rule(spec, call, linear="0", whole=" ".join(sizes(call)), sizes=sizes(call))
 
 

@@ -1,13 +1,13 @@
 """Zigzag: an order of positions in which each of several ranks has an early and a late stretch of them.
 
-In causal attention later positions see more. Where a rank has one run of positions, the last rank does almost twice its
-share; with 2 * count stretches, of which the last rank has the first and the last, the rank before it those next to
-them, and so on, each rank does the same::
+In causal attention later positions see more. If each rank has one run of positions, the last rank does almost twice its
+share. With 2 * count stretches each rank does the same: the last rank has the first and the last stretch, the rank
+before it has those next to them, and so on::
 
     8 positions, 2 ranks     in order   0 1 2 3 | 4 5 6 7
                              zigzag     2 3 4 5 | 0 1 6 7
 
-The last position is the last of all in either order, so that rows without it stay as they are. Two ops bring positions
+The last position is the last in either order, so that dropping it leaves all others in place. Two ops bring positions
 into that order and back.
 """
 
@@ -21,7 +21,7 @@ from shardc.language.sharding import ceil_div
 
 
 def stretches(length: int, count: int, index: int) -> tuple[range, range]:
-    """The early and the late stretch that a rank has; as many positions as torch.chunk gives it."""
+    """The early and the late stretch of a rank, together as many positions as torch.chunk gives it."""
     chunk = ceil_div(length, count)
     before, after = min(length, index * chunk), max(0, length - (index + 1) * chunk)  # positions of other ranks
     own = length - before - after
@@ -30,7 +30,7 @@ def stretches(length: int, count: int, index: int) -> tuple[range, range]:
 
 
 def _early(length: int, chunk: int) -> int:
-    """How many of ``length`` positions, cut in chunks of ``chunk``, are in the early stretches of their ranks."""
+    """The number of positions in early stretches, if ``length`` positions are cut in chunks of ``chunk``."""
     half = ceil_div(chunk, 2)
     return length // chunk * half + min(half, length % chunk) if chunk else 0
 
@@ -45,7 +45,7 @@ def zigzag(x: Tensor, dim: int, outer: int, inner: int, count: int, is_whole: bo
 
     The dim is seen as ``[outer, positions, inner]``. ``is_whole``: every rank has all of them, and takes its own.
     """
-    if x.is_meta:  # whose sizes may be symbols, which a loop over stretches would make numbers
+    if x.is_meta:  # sizes may be symbols, which a loop over stretches would turn into numbers
         return torch.empty_like(x)
     apart = _apart(x, dim, outer, inner)
     pieces = [apart.narrow(dim + 1, each.start, len(each)) for each in in_zigzag(apart.shape[dim + 1], count)]
@@ -69,7 +69,7 @@ def _apart(x: Tensor, dim: int, outer: int, inner: int) -> Tensor:
 
 
 def _rule(call: OpCall) -> Rule:
-    """Positions are whole until ``decompose`` lets ranks exchange them; those of a dim with other factors stay so."""
+    """Positions are whole until ``decompose`` lets ranks exchange them; in a dim with other factors they stay whole."""
     _, dim, outer, inner, _, is_whole = call.args
     is_exchanged = not is_whole and outer == inner == 1
     names = [f"d{i}" for i in range(len(call.operand.shape))]
@@ -81,7 +81,7 @@ def _rule(call: OpCall) -> Rule:
 
 
 def _local(call: OpCall, shard: OpCall) -> dict[int, int]:
-    """A rank may have some of what is before the positions."""
+    """A rank may have only a part of ``outer``."""
     _, dim, outer, *_ = call.args
     return {2: shard.operand.shape[dim] * outer // max(1, call.operand.shape[dim])}
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def check_model(model: Any) -> None:
-    """Raise a ShardingError for what is no module, or for a module whose ops cannot be captured."""
+    """Raise a ShardingError if ``model`` is no module, or a module whose ops cannot be captured."""
     who, problem = "model", "shardc compiles an nn.Module"
     if isinstance(model, type):
         raise ShardingError(who, f"the class {model.__name__}", problem, f"make one: {model.__name__}(...)")
@@ -53,7 +53,7 @@ def check_maker(model: Any, initialize: Any = None) -> None:
 
 
 def check_call(args: Any, kwargs: Any, train: Any, differentiable: Any, strict: Any) -> None:
-    """Raise a ShardingError for all arguments of ``compile`` beside model, mesh and options that have a wrong type."""
+    """Raise a ShardingError for all arguments of ``compile`` of a wrong type, other than model, mesh and options."""
     errors = [
         _wrong_type(name, value, "it is yes or no", f"say {name}=True or {name}=False")
         for name, value in (("train", train), ("strict", strict))
@@ -91,7 +91,7 @@ def check_values(inputs: Mapping[str, Any]) -> None:
 
 
 def check_tangents(grad_outputs: Any, names: list[str]) -> None:
-    """Raise a ShardingError where the gradients of outputs are not tensors by name."""
+    """Raise a ShardingError if ``grad_outputs`` does not map names of outputs to tensors."""
     if not isinstance(grad_outputs, Mapping):
         remedy = f"say grad_outputs={{{names[0]!r}: ...}}" if names else "leave it out: no output has a gradient"
         raise _wrong_type("grad_outputs", grad_outputs, "it maps the names of outputs to their gradients", remedy)

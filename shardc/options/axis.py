@@ -1,4 +1,4 @@
-"""The axes that an option names."""
+"""A check of the axes that an option names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from shardc.language.mesh import Mesh
 
 
 def check_axis(who: str, axis: str, mesh: Mesh) -> None:
-    """Raise an OptionError in the name of an option where the mesh has no such axis."""
+    """Raise an OptionError about the option ``who`` if the mesh has no such axis."""
     try:
         mesh.axis_size(axis)
     except ShardingError as error:

@@ -1,4 +1,4 @@
-"""The ``local`` option: groups of ranks take steps by themselves, and meet in an outer step every so many (DiLoCo)."""
+"""The ``local`` option: groups of ranks train independently, and meet in an outer step every few steps (DiLoCo)."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ Outer = Callable[["Sequence[Tensor]"], "Optimizer"]
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """Groups of ranks along an axis train by themselves, and every so many steps take an outer step together (DiLoCo).
+    """Groups of ranks along an axis train independently, and take an outer step together every few steps (DiLoCo).
 
-    A group is the ranks at one place along the axis, as of one data center. It computes what the plan says on the other
-    axes, with its part of the inputs that are cut over this one, and sends nothing over it. In an outer step each group
-    sends by how much its parameters have changed since the last; the mean over groups is the gradient of an outer
-    optimizer, whose result all groups go on from. Sources: Douillard et al. 2023 (DiLoCo), 2025 (Streaming DiLoCo).
+    A group is the ranks at one place along the axis, such as one data center. It computes the plan on the other axes,
+    with its part of the inputs that are cut over this axis, and sends nothing over it. In an outer step each group
+    sends the change of its parameters since the last outer step. The mean over groups is the gradient of an outer
+    optimizer, and all groups continue from its result. Sources: Douillard et al. 2023 (DiLoCo), 2025 (Streaming
+    DiLoCo).
 
-    ``every``: the optimizer's steps from one outer step to the next. ``outer``: makes the outer optimizer of a list of
-    tensors; by default ``torch.optim.SGD`` with ``lr=0.7, momentum=0.9, nesterov=True``. ``wire``: the codec in which
-    changes are sent. ``parts``: parameters are in so many parts, each with outer steps of its own, at other times.
-    ``patience``: the seconds that groups wait for each other; one that has not come by then is left out, and goes on
-    from what the others have at its next outer step. By default they wait as long as for any collective.
-    ``groups``: how many there are; by default as the axis has ranks. ``after``: the first steps of an optimizer, after
-    each of which all groups go on from the mean of their changes, until the model has begun to learn (post-local SGD,
-    Lin et al. 2020).
+    ``every``: the number of optimizer steps from one outer step to the next. ``outer``: makes the outer optimizer for a
+    list of tensors; by default ``torch.optim.SGD`` with ``lr=0.7, momentum=0.9, nesterov=True``. ``wire``: the codec in
+    which changes are sent. ``parts``: the number of parts of the parameters; each has outer steps of its own, at other
+    times. ``patience``: the seconds that groups wait for each other. A late group is left out, and continues from the
+    parameters of the others at its next outer step. By default groups wait as long as for any collective.
+    ``groups``: the number of groups; by default the number of ranks along the axis. ``after``: the number of first
+    optimizer steps after each of which all groups continue from the mean of their changes, until the model has begun to
+    learn (post-local SGD, Lin et al. 2020).
     """
 
     axis: str
@@ -71,7 +72,7 @@ class Local:
 
     @property
     def text(self) -> str:
-        """As the user writes it."""
+        """The option as Python source, with ``axis`` and ``every`` alone."""
         return f"Local({self.axis!r}, every={self.every})"
 
     def check(self, mesh: Mesh, zero: Zero | None, pipeline: Pipeline | None, momentum: Any, wire: Wire | None) -> None:
@@ -97,7 +98,7 @@ class Local:
             raise OptionError(self.text, what, problem, "leave momentum out")
 
     def group_mesh(self, mesh: Mesh) -> Mesh:
-        """The mesh of one group: that of all of them, with one rank along the axis."""
+        """The mesh of one group: the whole mesh with one rank along the axis."""
         if mesh.axis_size(self.axis) == 1:
             return mesh
         group = Mesh(device_ids=None, **{**mesh.sizes, self.axis: 1})
@@ -105,7 +106,7 @@ class Local:
         return group
 
     def among(self, mesh: Mesh) -> Local:
-        """The option as a program has it: with the number of groups, and no function."""
+        """The option as a program stores it: with the number of groups, and without the function ``outer``."""
         return replace(self, groups=self.groups or mesh.axis_size(self.axis), outer=None)
 
 

@@ -1,4 +1,4 @@
-"""The ``momentum`` option: Adam's momentum is sent in place of gradients (1-bit Adam)."""
+"""The ``momentum`` option: ranks send Adam's momentum in place of gradients (1-bit Adam)."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .zero import Zero
 
 @dataclass(frozen=True, slots=True)
 class Momentum:
-    """After some steps of Adam, gradients whose codec has feedback are sent as its momentum, and its variance is kept.
+    """After some steps, Adam's momentum is sent in place of gradients whose codec has feedback; the variance is kept.
 
-    The error of a ``1bit`` or ``topk`` gradient disturbs the variance, not so that of a momentum, which changes slowly.
-    From then on ``.grad`` of what is sent so holds the momentum, which ``torch.optim.Adam`` or ``AdamW`` takes. The
-    gradients of one backward are a step's: none may be there when it begins. Sources: Tang et al. 2021 (1-bit Adam), Lu
-    et al. 2022 (0/1 Adam).
+    The error of a ``1bit`` or ``topk`` gradient would disturb the variance. That of a momentum does not, since momentum
+    changes slowly. From then on ``.grad`` of the parameters concerned holds the momentum, which ``torch.optim.Adam`` or
+    ``AdamW`` takes. A step has the gradients of one backward: none may exist when that begins. Sources: Tang et al.
+    2021 (1-bit Adam), Lu et al. 2022 (0/1 Adam).
 
-    ``after``: the steps that are done before, with whole gradients, until the variance is stable: a fifth of training.
-    ``every``: of later steps one in so many has whole gradients too, and renews the variance; by default none has.
-    ``beta``: the first of the optimizer's ``betas``. ``before``: ``wire`` of steps with whole gradients; by default
-    values are sent.
+    ``after``: the number of first steps, with whole gradients, until the variance is stable: a fifth of training.
+    ``every``: one later step in ``every`` has whole gradients too, and renews the variance; by default none has.
+    ``beta``: the first of the optimizer's ``betas``. ``before``: the ``wire`` of steps with whole gradients; by default
+    values are sent without a codec.
     """
 
     after: int
@@ -46,11 +46,11 @@ class Momentum:
 
     @property
     def text(self) -> str:
-        """As the user writes it."""
+        """The option as Python source, with ``after`` and ``every`` alone."""
         return f"Momentum({self.after}{f', every={self.every}' if self.every else ''})"
 
     def is_sent(self, steps: int) -> bool:
-        """Whether the step after so many steps sends the momentum."""
+        """Whether the step after ``steps`` steps sends the momentum."""
         return steps >= self.after and not (self.every and (steps - self.after + 1) % self.every == 0)
 
     def check(self, mesh: Mesh, wire: Wire | None, zero: Zero | None, pipeline: Pipeline | None) -> None:

@@ -28,15 +28,15 @@ ATTENTIONS = (AUTO, RING, ULYSSES, GATHER)  # ways to compute attention whose po
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of a compilation, beside mesh and annotations.
+    """The options of a compilation, besides mesh and annotations.
 
     ``bucket``: bytes of a rank in one bucket of collectives that are sent together; 1 sends each alone. Packing takes
-    memory of less than twice as many bytes. ``machine``: the one that times are estimated for. ``optimizer``: one of
-    ``OPTIMIZERS``, whose states count as memory and whose step counts as time. ``attention``: how it is computed where
-    positions are cut, one of ``ATTENTIONS``. ``wire``: the codecs of what is sent, as ``shardc/wire.py`` has them.
-    ``saved``: how values are cut, and where they are, while they are saved for backward. ``momentum``: when it is sent.
-    ``overlap``: whether products go in rings, one of ``OVERLAPS``.
-    ``local``: which groups of ranks train by themselves.
+    less than twice as much memory. ``machine``: the machine that times are estimated for. ``optimizer``: one of
+    ``OPTIMIZERS``, whose states count as memory and whose step counts as time. ``attention``: the method for attention
+    over cut positions, one of ``ATTENTIONS``. ``wire``: the codecs of sent values, as in ``shardc/wire.py``. ``saved``:
+    the cuts and places of values while they are saved for backward. ``momentum``: the steps that send Adam's momentum.
+    ``overlap``: the method for products beside gathers and sums, one of ``OVERLAPS``. ``local``: the groups of ranks
+    that train independently.
     """
 
     zero: Zero | None = None
@@ -58,15 +58,15 @@ class Options:
 
     @property
     def optimizer_states(self) -> int:
-        """The tensors that the optimizer keeps for each parameter, of its shape and dtype.
+        """The number of tensors that the optimizer keeps for each parameter, of its shape and dtype.
 
-        With ``local`` those of outer steps too: what groups begin from, and the outer optimizer's momentum.
+        ``local`` adds two for outer steps: the parameters from which groups begin, and the outer optimizer's momentum.
         """
         return OPTIMIZERS[self.optimizer] + (2 if self.local is not None else 0)
 
     @property
     def offloaded(self) -> Offloaded | None:
-        """What ``Zero`` stores in the tier below the device's memory; None where it stores nothing there."""
+        """The values that ``Zero`` stores in the tier below the device's memory; None if there are none."""
         return None if self.zero is None else self.zero.offload
 
     @property
@@ -82,7 +82,7 @@ class Options:
 
     @property
     def in_files(self) -> bool:
-        """Whether what ``Zero`` offloads is in files."""
+        """Whether ``Zero`` offloads to files."""
         return self.zero is not None and self.zero.to != HOST
 
     def stage_mesh(self, mesh: Mesh) -> Mesh:
@@ -96,7 +96,7 @@ class Options:
         return self.pipeline.compute_mesh(mesh) if self.pipeline else mesh
 
     def group_mesh(self, mesh: Mesh) -> Mesh:
-        """The mesh of a group that trains by itself; without the option ``local`` all ranks."""
+        """The mesh of one group that trains independently; all ranks without the option ``local``."""
         return mesh if self.local is None else self.local.group_mesh(mesh)
 
     def check(self, mesh: Mesh) -> None:
@@ -153,7 +153,7 @@ class Options:
             raise OptionError("option overlap", what, problem, remedy)
 
 
-KINDS: Mapping[str, tuple[type, str]] = {  # of options, each with an example
+KINDS: Mapping[str, tuple[type, str]] = {  # the type of each option, and an example
     "zero": (Zero, "Zero('dp', stage=3)"),
     "precision": (Precision, "Precision(compute=torch.bfloat16)"),
     "remat": (Remat, "Remat('blocks.*')"),

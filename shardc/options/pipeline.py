@@ -20,21 +20,22 @@ MICROBATCHES, CHUNKS = 2**10, 2**10  # at most: a schedule lists every one
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """The model is cut in stages along one mesh axis, and the batch in microbatches that follow each other.
+    """Cut the model in stages along one mesh axis, and the batch in microbatches that follow each other.
 
-    ``balance``: what is even over the stages; ``cuts``: globs over module paths, at whose start a stage begins, or
-    ``shardc.stage_boundary()`` in the model. ``schedule``: ``gpipe``, ``1f1b``, ``interleaved``, ``zb-h1``, ``zb-h2``,
-    ``zb-v`` or ``auto``. ``chunks``: stages a rank, by default 2 for ``interleaved`` and ``zb-v``, 1 or 2 for ``auto``
-    as estimated times say, and else 1. Of cuts into several stages a rank, even over ranks or over stages, the one is
-    taken whose schedule ends first by estimated times.
-    ``max_memory``: bytes that a rank has for its stages' parameters, gradients, Adam and saved values: stages are cut,
-    and ``auto`` chooses, so that these are enough.
-    ``batch``: for an input by name the dim that is cut in microbatches, None where no dim is; by default dim 0 of all
-    inputs as long there as the first. ``loss_scale``: the ``torch.amp.GradScaler`` that scales the loss. Its scale is
-    the gradient that backward starts from, since a pipeline runs backward before the loss is scaled; without it small
-    float16 gradients would be lost.
-    ``offload``: only the stage that a rank works on is on its device, and the next one on its way there. The others are
-    in host memory, with the saved activations of their microbatches and the sums of their gradients. Parameters are
+    ``balance``: the quantity that is even over the stages. ``cuts``: globs over the paths of modules that begin a
+    stage; a model may also call ``shardc.stage_boundary()``. ``schedule``: ``gpipe``, ``1f1b``, ``interleaved``,
+    ``interleaved-zb``, ``zb-h1``, ``zb-h2``, ``zb-v`` or ``auto``. ``chunks``: the number of stages on each rank, by
+    default 2 for ``interleaved``, ``interleaved-zb`` and ``zb-v``, 1 or 2 by estimated times for ``auto``, and else 1.
+    If ranks have several stages, cuts may be even over ranks or over stages; those whose schedule ends first by
+    estimated times are taken.
+    ``max_memory``: bytes of a rank for its stages' parameters, gradients, Adam states and saved values. Stages are cut,
+    and ``auto`` chooses, to fit into them.
+    ``batch``: by name of an input, the dim that is cut in microbatches, or None if no dim is; by default dim 0 of all
+    inputs that have the length of the first one there. ``loss_scale``: the ``torch.amp.GradScaler`` that scales the
+    loss. Its scale is the gradient that backward starts from, since a pipeline runs backward before the loss is scaled;
+    without it small float16 gradients would be lost.
+    ``offload``: a device holds only the stage that its rank works on, and the next one, which is on its way. The others
+    are in host memory, with the saved activations of their microbatches and the sums of their gradients. Parameters are
     stored and gradients arrive in host memory, so that the optimizer works there.
     A batch of 10 in 4 microbatches is 3, 3, 3 and 1 rows, and a mean is over all 10.
     Sources: GPipe, Huang et al. 2019; PipeDream, Narayanan et al. 2019; Zero Bubble, Qi et al. 2024.
@@ -119,28 +120,28 @@ class Pipeline:
         return f"Pipeline(axis={self.axis!r}, microbatches={self.microbatches})"
 
     def check(self, mesh: Mesh) -> None:
-        """Raise an OptionError where the mesh has no such axis, or one with the name of the axis of microbatches."""
+        """Raise an OptionError if the mesh lacks the axis, or has one with the name of the axis of microbatches."""
         check_axis(f"Pipeline({self.axis!r})", self.axis, mesh)
         if MICROBATCH in mesh.axis_names:
             problem = f"its axis {MICROBATCH!r} is the name of an axis of ours"
             raise OptionError("Pipeline", f"{mesh}", problem, "name it otherwise")
 
     def num_stages(self, mesh: Mesh) -> int:
-        """Stages of the model: the ranks along the axis, times the stages of each."""
+        """The number of stages of the model: the ranks along the axis, times the stages of each."""
         return mesh.axis_size(self.axis) * self.chunks_a_rank
 
     @property
     def chunks_a_rank(self) -> int:
-        """Stages that each rank holds."""
+        """The number of stages on each rank."""
         return self.chunks or (2 if self.schedule in CHUNKED else 1)
 
     def place(self, num_stages: int) -> tuple[int, ...]:
-        """The rank of each stage along the axis; with several a rank ``auto`` places them in a V, as ``zb-v`` does."""
+        """The rank of each stage along the axis. With several a rank, ``auto`` places them in a V, as ``zb-v`` does."""
         is_v = self.schedule in ("zb-v", "auto")
         return (v_place if is_v else looped_place)(num_stages, num_stages // self.chunks_a_rank)
 
     def stage_mesh(self, mesh: Mesh) -> Mesh:
-        """The mesh of the ranks of one stage: all axes but the pipeline's; of one rank where there is no other."""
+        """The mesh of the ranks of one stage: all axes but the pipeline's; one rank if there is no other axis."""
         others = {name: size for name, size in mesh.sizes.items() if name != self.axis}
         return self._mesh(others or {self.axis: 1})
 

@@ -17,11 +17,11 @@ class Precision:
     """The model computes in ``compute``, gradients are reduced in ``reduce``, parameters keep their dtype.
 
     Floating parameters are cast before they are gathered, once after each write, and the cast copy is kept. Floating
-    inputs are cast, of the model and of each module that holds parameters of its own; buffers and outputs are not, nor
-    the parameters of a batch norm, which have the dtype of its running statistics. A gradient is cast to ``reduce``
-    before it is reduced, and arrives in ``gradients``, by default its parameter's dtype: SGD takes any, Adam of
-    torch.optim only its parameter's. Source: Micikevicius et al. 2018; the defaults are those of FSDP2's
-    MixedPrecisionPolicy with ``cast_forward_inputs``.
+    inputs of the model, and of each module that holds parameters of its own, are cast. Buffers and outputs are not
+    cast. Neither are the parameters of a batch norm, which have the dtype of its running statistics. A gradient is cast
+    to ``reduce`` before it is reduced, and arrives in ``gradients``, by default the dtype of its parameter. SGD takes
+    any dtype; Adam of torch.optim takes only that of the parameter. Source: Micikevicius et al. 2018; the defaults are
+    those of FSDP2's MixedPrecisionPolicy with ``cast_forward_inputs``.
     """
 
     compute: torch.dtype = field(default_factory=lambda: import_module("torch").bfloat16)

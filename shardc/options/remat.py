@@ -1,4 +1,4 @@
-"""Rematerialization: what backward computes again."""
+"""Rematerialization: the activations that backward computes again."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from shardc.language.errors import OptionError
 class Remat:
     """Backward computes some activations again, just before it reads them, from fewer that are saved.
 
-    ``blocks``: a glob over module paths, ``h.*``. Of the outermost modules that it matches the first and every
-    ``every``-th after it save only their inputs; every 2nd halves both the memory saved and the work repeated.
-    ``budget``: the bytes that a rank may save, of a pipeline those of all microbatches in flight; a minimum cut chooses
-    the activations that cost least to repeat. A repeated activation lives until its last reader, so that far below the
-    inputs of all blocks the peak rises again. Results of collectives are saved, never sent again, unless
-    ``collectives``: less memory, more wire. Sources: Chen et al. 2016; Korthikanti et al. 2022.
+    ``blocks``: a glob over module paths, ``h.*``. Of the outermost modules that match, the first and every ``every``-th
+    after it save only their inputs; ``every=2`` halves both the memory saved and the work repeated.
+    ``budget``: the bytes that a rank may save, in a pipeline for all microbatches in flight. A minimum cut chooses the
+    activations that are cheapest to repeat. A repeated activation lives until its last reader, so the peak rises again
+    if the budget is far below the inputs of all blocks. Results of collectives are saved and never sent again, unless
+    ``collectives`` allows it: less memory, more communication. Sources: Chen et al. 2016; Korthikanti et al. 2022.
     """
 
     blocks: str = ""

@@ -1,9 +1,9 @@
-"""The ``saved`` option: how values are cut, and where they are, while they are saved for backward.
+"""The ``saved`` option: the cuts and places of values while they are saved for backward.
 
-A value that every rank along an axis has whole takes that memory on each of them from forward until backward reads it.
+A value that is whole on every rank along an axis takes memory on each of them from forward until backward reads it.
 With the option each rank saves its piece, and backward gathers the pieces before it reads them (ZeRO-R's partitioned
-activations; Megatron's distributed saved activations). What is saved may be in the tier below the device's memory
-meanwhile: in host memory, or in files of a folder.
+activations; Megatron's distributed saved activations). Meanwhile a saved value may be in the tier below the device's
+memory: in host memory, or in files of a folder.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ EXAMPLE = "saved={'blocks.*': 'tp'}, or saved={'blocks.*': 'host'}"
 
 @dataclass(frozen=True, slots=True)
 class SavedAs:
-    """How a value is saved: cut over ``axes``, in the tier ``to``, which is ``"host"`` or a folder.
+    """The form of a saved value: cut over ``axes``, in the tier ``to``, which is ``"host"`` or a folder.
 
-    ``dim``: the one that is cut; None where it is left to the compiler. ``to``: None for a value on the device.
+    ``dim``: the dim that is cut; None leaves it to the compiler. ``to``: None for a value on the device.
     """
 
     axes: tuple[str, ...]
@@ -39,7 +39,7 @@ class SavedAs:
 
 
 def saved_as(entry: Any) -> SavedAs | None:
-    """What an entry says; None where it says nothing that has a meaning."""
+    """Read an entry of the option; None if it has no meaning."""
     *cuts, last = entry if isinstance(entry, (tuple, list)) and entry else (entry,)
     if (to := _tier(last)) is None:
         cuts.append(last)
@@ -56,7 +56,7 @@ def _tier(part: Any) -> str | None:
 
 
 def with_text(saved: Any) -> Any:
-    """The option with paths as text, as they are printed, compared between ranks, and packed."""
+    """The option with paths as text, for printing, packing, and comparison between ranks."""
 
     def text(part: Any) -> Any:
         return os.fspath(part) if isinstance(part, os.PathLike) else part

@@ -22,24 +22,24 @@ HOST = "host"
 
 @dataclass(frozen=True, slots=True)
 class Zero:
-    """Between uses every parameter, its gradient and its optimizer state are cut over one more mesh axis, or several.
+    """Cut every parameter, its gradient and its optimizer state over one more mesh axis, or several, between uses.
 
-    ``stage`` 3 gathers a parameter where it is used and frees it after, in backward once more; each stage of a Pipeline
-    gathers it once a step, for all microbatches. Stages 1 and 2 keep one gathered copy between steps, which is gathered
-    again once the optimizer has written the parameters. Stages 2 and 3 reduce_scatter each gradient where it is
-    computed; stage 1 once a step, after the last backward.
+    ``stage`` 3 gathers a parameter where it is used and frees it afterwards, and does so again in backward. A stage of
+    a Pipeline gathers it once a step, for all microbatches. Stages 1 and 2 keep one gathered copy between steps, which
+    is gathered again once the optimizer has written the parameters. Stages 2 and 3 reduce_scatter each gradient where
+    it is computed; stage 1 once a step, after the last backward.
 
-    ``gather_over``: the axes on fast links, where others are on slow links. A parameter is then gathered in two steps:
+    ``gather_over``: the axes on fast links, if the others are on slow links. A parameter is then gathered in two steps:
     over the slow axes, which gives each rank a piece of it, and over the fast axes. Stage 3 keeps the piece until
     backward, which gathers over the fast axes alone. A gradient is reduced over the fast axes first, so that the slow
-    axes carry a piece of it. An axis that only ``gather_over`` names cuts what is stored too. A parameter is gathered
-    and reduced in one step if none of its dims is a multiple of the number of ranks along all these axes.
+    axes carry a piece of it. An axis that only ``gather_over`` names cuts the stored values too. A parameter is
+    gathered and reduced in one step if none of its dims is a multiple of the number of ranks along all these axes.
 
-    ``offload``: what is stored in the tier below the device's memory, ``to`` host memory or files in a folder, by its
-    absolute path. With ``"optimizer"`` parameters, gradients and optimizer states are there, and the optimizer steps
-    there; the device keeps a copy of each parameter to compute on, fetched again once the optimizer has stepped. With
-    ``"parameters"`` it keeps none: each is fetched where it is used, one layer ahead, in backward once more. Both are
-    of use on axes of one rank too.
+    ``offload``: the values to store in the tier below the device's memory. ``to``: that tier, host memory or the
+    absolute path of a folder for files. ``"optimizer"`` keeps parameters, gradients and optimizer states there, and the
+    optimizer steps there; the device keeps a copy of each parameter to compute on, fetched again after the optimizer's
+    step. With ``"parameters"`` the device keeps no copy: each parameter is fetched one layer ahead of its use, in
+    forward and again in backward. Both are of use on axes of one rank too.
 
     Sources: ZeRO, Rajbhandari et al. 2020; hpZ and qgZ of ZeRO++, Wang et al. 2023; ZeRO-Offload, Ren et al. 2021;
     ZeRO-Infinity, Rajbhandari et al. 2021.
@@ -80,7 +80,7 @@ class Zero:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Every axis that cuts what is stored."""
+        """Every axis that cuts the stored values."""
         return tuple(dict.fromkeys((*_names(self.axis), *self.fast_axes)))
 
     @property
@@ -113,7 +113,7 @@ class Zero:
         return f"{'+'.join(self.axes)}={self.stage}{over}{below}{to}"
 
     def renamed(self, names: Mapping[str, str]) -> Zero:
-        """The same over axes of other names."""
+        """This option with its axes renamed."""
 
         def rename(axes: Any) -> Any:
             return names[axes] if isinstance(axes, str) else axes and tuple(map(names.__getitem__, axes))
@@ -125,7 +125,7 @@ class Zero:
         return f"Zero({self.axis!r})"
 
     def check(self, mesh: Mesh) -> None:
-        """Raise an OptionError where the mesh has no such axis."""
+        """Raise an OptionError if the mesh lacks one of the axes."""
         for axis in self.axes or (self.axis,):
             check_axis(self._who, axis, mesh)  # type: ignore[arg-type]
 

@@ -27,7 +27,7 @@ from shardc.program.provenance import Cause, cause_text
 
 
 def all_gather(x: Any, axes: tuple[str, ...], dim: int) -> Any:
-    """Join the pieces of ``dim`` along ``axes``, its minor cuts, which then cut nothing."""
+    """Join the pieces of ``dim`` along ``axes``, which are its minor cuts; afterwards they cut nothing."""
     return x
 
 
@@ -37,7 +37,7 @@ def shard_slice(x: Any, axes: tuple[str, ...], dim: int) -> Any:
 
 
 def saved_slice(x: Any, axes: tuple[str, ...], dim: int) -> Any:
-    """``shard_slice``, in forward, of what backward reads: it is saved in place of ``x``, and gathered in backward."""
+    """A ``shard_slice`` in forward of a value that backward reads: the piece is saved, and gathered in backward."""
     return x
 
 
@@ -59,8 +59,8 @@ def all_to_all(x: Any, axes: tuple[str, ...], src_dim: int, dst_dim: int) -> Any
 def collective_permute(x: Any, src_axes: tuple[str, ...], dst_axes: tuple[str, ...]) -> Any:
     """Send the local value at index i along ``src_axes`` to index i along ``dst_axes``.
 
-    ``src_axes`` lists the parts that cut before, dim by dim, ``dst_axes`` those that cut the same dims afterwards, each
-    into as many pieces.
+    ``src_axes`` lists the parts that cut before, dim by dim; ``dst_axes`` lists those that cut the same dims
+    afterwards, each dim into as many pieces as before.
     """
     return x
 
@@ -74,7 +74,7 @@ def mask_padding(x: Any, axes: tuple[str, ...], dim: int, size: int, inner: int,
 
 
 def rechunk(x: Any, axes: tuple[str, ...], dim: int, values: tuple[int, ...], inner: int) -> Any:
-    """Cut ``dim`` by ``axes`` in other chunks, of units of ``inner`` elements; ranks exchange the elements they lack.
+    """Cut ``dim`` by ``axes`` into other chunks, in units of ``inner`` elements; ranks exchange what they lack.
 
     ``values``: the fields of the ``Windows`` that are the new chunks.
     """
@@ -97,7 +97,7 @@ COLLECTIVES: dict[Callable[..., Any], CollectiveKind] = {
     mask_padding: "mask_padding",
     rechunk: "rechunk",
 }
-GO_ROUND = (*RINGS, *DOT_RINGS)  # they compute with what they have while the next is on its way
+GO_ROUND = (*RINGS, *DOT_RINGS)  # they compute with one chunk while the next is on its way
 EXCHANGES: dict[Callable[..., Any], str] = {  # with neighbours; the arguments are a value, axes, a dim and what is sent
     each: each.__name__ for each in (windows, overlap_add, *GO_ROUND)
 }
@@ -107,13 +107,13 @@ EXCHANGES: dict[Callable[..., Any], str] = {  # with neighbours; the arguments a
 class Collective:
     """One collective of a plan.
 
-    ``axes`` are printed axis parts; shapes are one rank's; ``bytes`` is the payload (the larger of input and output
-    on one rank), ``wire_bytes`` the most that any one rank sends, by the ring algorithm; ``wire_bytes_total`` what
-    all ranks send, of a pipeline those of one stage; ``name`` is the node's, ``source`` the line of the user's model,
-    ``node`` the node whose value it moves, ``causes`` say why it is there. Of a pipeline it is one
-    ``stage``'s, and goes several ``times`` a step; a ``send`` is a message to another stage, which receives it.
-    ``ranks``: the size of the group where a rank sends a share of the payload, else 0. ``steps``: messages that follow
-    one another, of which a ring of attention has several. ``codec``: in which the values are sent; else empty.
+    ``axes`` are printed axis parts; shapes are one rank's. ``bytes`` is the payload (the larger of input and output on
+    one rank), ``wire_bytes`` the most that any one rank sends, by the ring algorithm, ``wire_bytes_total`` the bytes
+    that all ranks send, in a pipeline those of one stage. ``name`` is the node's name, ``source`` the line of the
+    user's model, ``node`` the node whose value is moved; ``causes`` say why. In a pipeline it belongs to one ``stage``
+    and runs ``times`` times a step; a ``send`` is a message to another stage, which receives it. ``ranks``: the size of
+    the group if a rank sends a share of the payload, else 0. ``steps``: the number of messages one after another,
+    several in a ring. ``codec``: the codec in which values are sent, or empty.
     """
 
     kind: CollectiveKind
@@ -143,7 +143,7 @@ class Collective:
 
     @property
     def share(self) -> Any:
-        """The bytes that a rank sends, not rounded to whole ones."""
+        """The bytes that a rank sends, not rounded."""
         if self.kind in WHOLE_PAYLOAD or self.ranks in (0, 1):
             return self.wire_bytes
         sent: Any = (2 if self.kind == "all_reduce" else 1) * self.bytes * (self.ranks - 1)
@@ -164,7 +164,7 @@ class Collective:
 def wire_bytes(kind: CollectiveKind, payload: int, group_size: int) -> int:
     """Bytes that one rank sends, by the ring algorithms: ``payload`` is the larger of its input and output.
 
-    all_gather, reduce_scatter and all_to_all send (n-1)/n of it, all_reduce twice that, permute and send all.
+    all_gather, reduce_scatter and all_to_all send (n-1)/n of it, all_reduce twice that, permute and send all of it.
     """
     if kind in LOCAL_KINDS or group_size == 1:
         return 0
@@ -210,7 +210,7 @@ class Step:
 
     @property
     def axes(self) -> Axes:
-        """The axis parts over which it acts; of a permute, those that cut before."""
+        """The axis parts over which it acts; for a permute, those that cut before it."""
         return () if self.kind == "view" else parse_parts(self.args[0], self.sharding.mesh)
 
 
@@ -218,7 +218,7 @@ class Step:
 def steps_sharding(src: Sharding, kind: CollectiveKind, args: tuple[Any, ...]) -> Sharding:
     """The sharding after a collective on a value of sharding ``src``, given its arguments after the value.
 
-    Parts of an axis that come to follow each other on a dim are joined.
+    Parts of an axis that then follow each other on a dim are joined.
     """
     axes = parse_parts(args[0], src.mesh)
     match kind:
@@ -305,8 +305,9 @@ def _weight(parts: Axes) -> int:
 def source_position(mesh: Mesh, position: int, src: Axes, dst: Axes) -> int:
     """The position whose value a position receives when index i along ``src`` goes to index i along ``dst``.
 
-    Along the parts that are in ``dst`` alone the value is replicated; the replica with our own index along the parts
-    in ``src`` alone is taken, which makes the exchange a permutation: every rank sends one value and receives one.
+    Along the parts that are only in ``dst`` the value is replicated. The replica is taken whose index there is our own
+    index along the parts that are only in ``src``. So the exchange is a permutation: every rank sends one value and
+    receives one.
     """
     ends = part_ends(src + dst)
     src, dst = split_parts(src, ends), split_parts(dst, ends)
@@ -328,11 +329,11 @@ def _with_index(mesh: Mesh, position: int, axes: Axes, index: int) -> int:
 
 
 def wire_bytes_total(mesh: Mesh, kind: str, args: tuple[Any, ...], wire: int) -> int:
-    """Bytes that all ranks together send in a collective of which one rank sends at most ``wire``.
+    """Bytes that all ranks together send in a collective in which one rank sends at most ``wire``.
 
-    ``args`` are those after the value. In most kinds all send alike. In a permute some ranks keep what they have, and
-    of exchanges with neighbours (``windows``, ``overlap_add``, ``rechunk``) each sends what others need of it; where
-    bytes are an expression it is as if all sent the most.
+    ``args`` are those after the value. In most kinds all ranks send that much. In a permute some keep their value.
+    In exchanges with neighbours (``windows``, ``overlap_add``, ``rechunk``) each rank sends what others need; if sizes
+    are expressions, all are taken to send the most.
     """
     ranks = math.prod(size for name, size in mesh.sizes.items() if name != MICROBATCH)
     is_exchange = kind in ("windows", "overlap_add", "rechunk")
@@ -359,8 +360,8 @@ def fits(
 ) -> tuple[Fit | None, Fit | None]:
     """The sizes to which a collective in groups of ``count`` pads a dim of its operand, and cuts one of its result.
 
-    The shapes are local; ``args`` are the arguments after the value. Collectives cut and
-    join equal pieces: a dim that is cut unevenly is padded before, or shortened after. None where it fits.
+    The shapes are local; ``args`` are the arguments after the value. Collectives cut and join equal pieces: a dim that
+    is cut unevenly is padded before, or shortened after. None if the sizes fit.
     """
     before: Fit | None = None
     after: Fit | None = None

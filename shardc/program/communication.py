@@ -38,13 +38,13 @@ from shardc.program.node import descendants, is_free, is_getitem, operand, opera
 from shardc.program.program import Program, ends_of, parameters_of
 
 Size = Any  # an int; a sympy.Expr where sizes have names
-RowCount = Callable[[tuple[Any, ...]], tuple[Size, Size]]  # of the windows of an exchange: ``most_rows_sent``
+RowCount = Callable[[tuple[Any, ...]], tuple[Size, Size]]  # counts rows of an exchange, like ``most_rows_sent``
 
 
 def bucket(kind: CollectiveKind, axes: tuple[str, ...], args: tuple[tuple[Any, ...], ...], *xs: Any) -> tuple[Any, ...]:
-    """Several collectives of one kind that go as one over a flat buffer; ``args``: the further arguments of each.
+    """Several collectives of one kind, sent as one over a flat buffer. ``args``: the further arguments of each.
 
-    The identity on global values, as its members are.
+    Like its members it is the identity on global values.
     """
     return xs
 
@@ -60,7 +60,7 @@ class Member:
 
 
 def kind_of(node: fx.Node) -> CollectiveKind | None:
-    """The kind of the collectives of a node; None where it has none."""
+    """The kind of the collectives of a node; None if it has none."""
     target, args = cast(Any, node.target), cast(Any, node.args)
     if isinstance(target, torch._ops.OpOverload):  # none of torch's ops is one, and their hashes are slow
         return None
@@ -80,7 +80,7 @@ def members(node: fx.Node) -> tuple[Member, ...]:
 
 
 def axes_of(node: fx.Node) -> tuple[str, ...]:
-    """The mesh axes along which ranks exchange values in a node; none where it sends nothing."""
+    """The mesh axes along which ranks exchange values in a node; empty if it sends nothing."""
     sent = [part for part in members(node) if part.kind not in LOCAL_KINDS]
     parts = [axes for part in sent for axes in part.args[: 2 if part.kind == "collective_permute" else 1]]
     parts += [node.args[1]] if node.target in EXCHANGES else []
@@ -103,7 +103,7 @@ def results(node: fx.Node, member: Member) -> Iterator[fx.Node]:
 
 
 def values_sent(node: fx.Node) -> list[fx.Node]:
-    """The values that a collective moves; of one that sends codes, those that the codes stand for."""
+    """The values that a collective moves; if it sends codes, the values that were encoded."""
     parts = members(node)
     if not is_encode(parts[0].operand):
         return [part.operand for part in parts]
@@ -112,7 +112,7 @@ def values_sent(node: fx.Node) -> list[fx.Node]:
 
 
 def values_received(node: fx.Node) -> list[fx.Node]:
-    """The nodes of a collective's results; of one that sends codes, those that are decoded in the end."""
+    """The nodes of a collective's results; if it sends codes, those of the values that are decoded in the end."""
     parts = members(node)
     if not is_encode(parts[0].operand):
         return [next(results(node, part), node) for part in parts]
@@ -126,7 +126,7 @@ def values_received(node: fx.Node) -> list[fx.Node]:
 
 
 def is_sent(node: fx.Node) -> bool:
-    """Whether a node is a collective between ranks, one over microbatches or with nothing to send included."""
+    """Whether a node is a collective between ranks, even if it is over microbatches or has nothing to send."""
     return any(part.kind not in LOCAL_KINDS for part in members(node)) or node.target in EXCHANGES
 
 
@@ -188,20 +188,20 @@ def collective_at(program: Program, node: fx.Node, count_rows: RowCount = most_r
 
 
 def ring_of(node: fx.Node) -> Ring | None:
-    """How attention goes round in a node; None for a node that is no ring."""
+    """The ring of an attention node; None for a node that is no ring."""
     values: Any = node.args[3] if node.target in RINGS else None
     return None if values is None else Ring(*values)
 
 
 def goes_round(node: fx.Node) -> tuple[fx.Node, ...]:
-    """What a ring sends from rank to rank: keys and values, and in backward as much again for their gradients."""
+    """The values that a ring sends from rank to rank: keys and values, in backward twice, for their gradients too."""
     is_forward = node.target is not ring_attention_backward
     keys_and_values: Any = node.args[4:6] if is_forward else node.args[5:7]
     return keys_and_values if is_forward else (*keys_and_values, *keys_and_values)
 
 
 def num_chunks(program: Program, node: fx.Node) -> int:
-    """The chunks, one of each rank, of a ring of products."""
+    """The number of chunks in a ring of products, one for each rank."""
     assert program.mesh is not None
     return group_size(program.mesh, "all_gather", node.args[1:])
 
@@ -214,7 +214,7 @@ def local_types(program: Program, node: fx.Node) -> tuple[list[TensorType], list
 
 
 def travelling(node: fx.Node) -> fx.Node:
-    """The value whose chunks go from rank to rank in a ring of products: what is gathered, or the sum."""
+    """The value whose chunks go from rank to rank in a ring of products: the gathered operand, or the sum."""
     return operand(node) if node.target is gather_dots else node
 
 
@@ -248,17 +248,17 @@ def is_early(node: fx.Node) -> bool:
 
 
 def is_fetch(node: fx.Node) -> bool:
-    """Whether a node fetches from the tier below: a parameter, or what is saved."""
+    """Whether a node fetches a parameter or a saved value from the tier below."""
     return node.target is fetch
 
 
 def is_saved(node: fx.Node) -> bool:
-    """Whether a node is what the option ``saved`` saves of a value: a piece of it, or a copy in the tier below."""
+    """Whether a node is the result of the option ``saved``: a saved piece of a value, or a copy in the tier below."""
     return node.target is saved_slice or (node.target is offload and len(node.args) > 1)
 
 
 def is_gathered_early(node: fx.Node) -> bool:
-    """Whether a node's results are inputs that are gathered, or decoded of such a gather."""
+    """Whether a node's results are gathered inputs, or values decoded from such a gather."""
     codes = node.args[-1] if is_decode(node) else None
     return is_early(node) or (isinstance(codes, fx.Node) and is_early(codes))
 
@@ -269,7 +269,7 @@ def gathered_again(node: fx.Node) -> list[fx.Node]:
 
 
 def final_readers(node: fx.Node) -> list[fx.Node]:
-    """What computes with a node's results, or sends them: its readers behind views, codes and buckets."""
+    """The nodes that compute with a node's results, or send them: its readers behind views, getitems and codes."""
     found, to_follow = dict[fx.Node, None](), [node]
     for each in to_follow:
         for user in each.users:
@@ -285,9 +285,9 @@ def _gathers(node: fx.Node) -> bool:
 
 
 def chain(node: fx.Node) -> list[fx.Node] | None:
-    """The ops from inputs to a value, in order; None where they are too many, or some have several operands.
+    """The ops from inputs to a value, in order; None if they are too many, or some have several operands.
 
-    Those of an earlier gather and those from several inputs to their codes count apart.
+    The ops before an earlier gather, and those from several inputs to their codes, are counted separately.
     """
     return _Chains().to(node)
 
@@ -299,13 +299,13 @@ def _chains(node: fx.Node) -> list[list[fx.Node] | None]:
 
 
 class _Chains:
-    """Finds chains to values. State: ``known``, those found, since all values of a bucket may come through another."""
+    """Finds chains to values. State: ``known``, those found so far: all values of a bucket may come through another."""
 
     def __init__(self) -> None:
         self.known: dict[tuple[fx.Node, int, int], list[fx.Node] | None] = {}
 
     def to(self, node: fx.Node, most: int = MAX_CHAIN, gathers: int = MAX_GATHERS - 1) -> list[fx.Node] | None:
-        """The chain to a value, of at most ``most`` ops behind the last gather, and ``gathers`` before."""
+        """The chain to a value, with at most ``most`` ops after the last gather, and at most ``gathers`` gathers."""
         key = (node, most, gathers)
         if key not in self.known:
             self.known[key] = self._found(*key)
@@ -334,7 +334,7 @@ class _Chains:
 
 
 def move_before(place: fx.Node, node: fx.Node) -> None:
-    """Move the operands of an early gather before another node, where they are not there already."""
+    """Move the operands of an early gather before another node, unless they are there already."""
     for each in dict.fromkeys(op for ops in _chains(node) for op in ops or ()):
         if place < each:
             place.prepend(each)
@@ -356,9 +356,9 @@ def deferrable(program: Program) -> frozenset[fx.Node]:
     """The calls that may run once for several backwards, on the sums of their operands over these backwards.
 
     They are the ``all_reduce``s whose results reach only gradients of parameters, through linear ops, and those ops.
-    Under stage 1 of ``Zero`` that holds for a ``reduce_scatter`` too; in other stages one makes a gradient smaller at
-    once, and where gradients are offloaded no sum may wait: the device has no room for it. Nor may one of which codes
-    leave out something, which the next backward adds.
+    Under stage 1 of ``Zero`` a ``reduce_scatter`` may wait too; in other stages it makes a gradient smaller at once. If
+    gradients are offloaded, no sum may wait, since the device has no room for it. If codes leave something out of
+    gradients, none may wait either, since the next backward adds what they left out.
     """
     if any(output.kind == "residual" for output in program.outputs):
         return frozenset()
@@ -405,7 +405,7 @@ def _is_linear(program: Program, node: fx.Node) -> bool:
 
 
 def _closed(program: Program, reductions: set[fx.Node]) -> set[fx.Node]:
-    """The reductions and all ops after them, without the reductions after which an op has another operand."""
+    """The reductions and all ops after them, without reductions that lead to an op with an operand from elsewhere."""
     while True:
         reached = {node: descendants(node) - {program.output_node} for node in reductions}
         closed = set().union(*reached.values())

@@ -44,7 +44,7 @@ def _cutting_axes(program: Program, nodes: Iterable[fx.Node]) -> set[str]:
 
 
 def _remedy(program: Program, axis: str, size: int) -> str:
-    """What to annotate so that the axis cuts it: the batch of an input for an axis of data, else the largest weight."""
+    """The remedy: stages for an axis of stages, the batch of an input for an axis of data, else the largest weight."""
     if axis in OF_STAGES:
         return f"cut the model into stages along it, by pipeline=Pipeline({axis!r}) or --pipeline {axis}"
     inputs, weights = _candidates(program, "input", size), _candidates(program, "parameter", size)

@@ -1,4 +1,4 @@
-"""What an op returns, found on meta tensors once for calls that are alike: types, strides, and shared memory."""
+"""Shape inference: run each distinct call once on meta tensors; cache its result types, strides and shared memory."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Types = TensorType | tuple[TensorType | None, ...] | None
 
 
 def result_types(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: str = "meta") -> Types:
-    """The types of a call's results, given types for tensors, by a run on meta tensors, or on zeros where that fails.
+    """The types of a call's results, given types for tensors: run it on meta tensors, or on zeros if that fails.
 
-    The results of torch's own ops depend on nothing else, so like calls, as in every layer, run once.
+    The result types of known ops depend on nothing but arguments, so equal calls, as in every layer, run once.
     """
     if not is_known(target):
         return _types_by_run(target, args, kwargs, device)
@@ -55,7 +55,7 @@ def _types_by_run(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any],
 
 
 def symbolic_shapes(arguments: Any) -> AbstractContextManager[Any]:
-    """Tensors that are made in the block may have symbolic sizes, where arguments have some."""
+    """In the block tensors may be made with symbolic sizes, if the arguments have some."""
     environments = set[Any]()
 
     def note(leaf: Any) -> Any:
@@ -105,15 +105,15 @@ def _layouts_by_run(call: CallKey) -> Layouts:
     return tuple(layouts)
 
 
-_layouts_of_call = functools.lru_cache(maxsize=4096)(_layouts_by_run)  # like calls, as in every layer, run once
+_layouts_of_call = functools.lru_cache(maxsize=4096)(_layouts_by_run)  # equal calls, as in every layer, run once
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Shape, strides and dtype of a tensor. Its offset in memory does not matter here.
 
-    ``owner``: of a call's result, the index, among the call's tensors and then its results, of the one whose memory it
-    shares; None where its memory is new.
+    ``owner``: for a call's result, the index of the tensor whose memory it shares, among the call's tensors and then
+    its results; None if its memory is new.
     """
 
     shape: tuple[int, ...]

@@ -28,9 +28,9 @@ PART_OF = {"computed": "update", **dict.fromkeys(OF_FORWARD, "forward"), "gradie
 
 
 def is_row_of_kept(program: Program, name: str, stored: fx.Node, kept: fx.Node) -> bool:
-    """Whether a stored parameter is rows of the gathered copy that is kept of it, and so shares its memory.
+    """Whether a stored parameter is rows of its own gathered copy, which is kept, and so shares its memory.
 
-    Not where it is offloaded, nor where the copy was sent in codes or has padded rows.
+    It is not if it is offloaded, or if the copy was sent in codes or has padded rows.
     """
     if program.options.offloaded is not None:
         return False
@@ -54,8 +54,8 @@ def stored_below(program: Program) -> set[fx.Node]:
 class Parts:
     """A program's calls in the order in which they run.
 
-    ``update``: those that ``computed`` results need; ``forward``: the further ones that outputs and buffers need, and
-    pieces and copies that are saved; ``backward``: all others. A getitem is in the part of its producer.
+    ``update``: those that ``computed`` results need; ``forward``: the further ones that outputs and buffers need, or
+    that make saved pieces and copies; ``backward``: all others. A getitem is in the part of its producer.
     """
 
     update: tuple[fx.Node, ...]
@@ -82,10 +82,10 @@ def _needed_by(program: Program, part: str, calls: Sequence[fx.Node]) -> set[fx.
 
 
 def owners_of(program: Program, order: Iterable[fx.Node], received: Collection[fx.Node] = ()) -> Mapping[Value, Value]:
-    """For every value the one whose memory it shares: itself, or the base of the view that it is.
+    """For every value the one whose memory it shares: itself, or the base that it is a view of.
 
-    The calls of ``order`` are asked for the layouts of their results, since whether a reshape is a view depends on
-    strides. Inputs and what is ``received`` from other ranks are contiguous.
+    The layouts of the results of the calls in ``order`` are computed, since strides decide whether a reshape is a view.
+    Inputs and values ``received`` from other ranks are contiguous.
     """
     owners: dict[Value, Value] = {}
     layouts: dict[Value, Layout] = {}
@@ -115,9 +115,9 @@ def owners_of(program: Program, order: Iterable[fx.Node], received: Collection[f
 def _layouts(
     program: Program, node: fx.Node, known: Mapping[Value, Layout], reads: list[Value]
 ) -> tuple[Layouts, bool]:
-    """The layouts of a call's results, and whether it returns its operand; adds the tensors that it is given to reads.
+    """The layouts of a call's results, and whether it returns its operand; adds the tensors that it takes to ``reads``.
 
-    Results are new tensors where a runtime allocates them.
+    Results that a runtime allocates are new tensors.
     """
     new = tuple([None if type_ is None else Layout.new(type_) for type_ in program.types(node)])
     target, mesh = node.target, program.mesh
@@ -145,7 +145,7 @@ def _layouts(
         return new, False
 
 
-# Aliasing, as far as the ops' schemas say: for generated code, which reuses buffers.
+# Aliasing according to the ops' schemas, for generated code, which reuses buffers.
 
 aten = torch.ops.aten
 NEW = {dot, lookup_rows, scatter_rows, *MAKE_NEW, *RINGS, *DOT_RINGS, *TRANSFERS}
@@ -163,7 +163,7 @@ def dies_at(value: fx.Node, reader: fx.Node, part: Mapping[fx.Node, int]) -> boo
     if root not in part or not is_new(root) or any(allocation(each) is root for each in others):
         return False
     aliases = [root]
-    for node in aliases:  # which grows
+    for node in aliases:  # it grows in the loop
         for user in set(node.users) - {reader}:
             if part.get(user, len(part)) > part[reader]:
                 return False
@@ -175,7 +175,7 @@ def dies_at(value: fx.Node, reader: fx.Node, part: Mapping[fx.Node, int]) -> boo
 
 
 def is_whole(value: fx.Node, program: Program) -> bool:
-    """Whether a value is all of its memory, each element once, and not a part of it expanded again."""
+    """Whether a value is all of its memory, each element once, and not an expanded part of it."""
     chain = view_chain(value)
     sizes = {program.value_type(program.value(each)).numel for each in chain}
     return len(sizes) == 1 and all(each.target is not aten.as_strided.default for each in chain)
@@ -188,7 +188,7 @@ def alone_in_memory(values: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def allocation(node: fx.Node) -> fx.Node:
-    """The call that allocated the memory of a value, as far as views say."""
+    """The call that allocated the memory of a value, found through views."""
     return view_chain(node)[-1]
 
 

@@ -51,7 +51,7 @@ def is_free(node: fx.Node) -> bool:
 
 
 def casts_behind(node: fx.Node, *others: Any) -> list[fx.Node]:
-    """A node, the operand of it if it is a cast or a call of ``others``, and so on to the first that is neither."""
+    """A node, its operand if it is a cast or a call of ``others``, and so on to the first node that is neither."""
     chain = [node]
     while is_cast(chain[-1]) or chain[-1].target in others:
         chain.append(operand(chain[-1]))
@@ -59,7 +59,7 @@ def casts_behind(node: fx.Node, *others: Any) -> list[fx.Node]:
 
 
 def last_node(graph: fx.Graph) -> fx.Node:
-    """The last node of a graph; the output where it is complete."""
+    """The last node of a graph; the output node if the graph is complete."""
     return next(iter(reversed(graph.nodes)))
 
 
@@ -75,7 +75,7 @@ def is_uniform(node: fx.Node) -> bool:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether a node draws from a generator of torch's; attention does only with dropout, and until it has a seed."""
+    """Whether a node draws from torch's generator; attention does only with dropout and without a seed of its own."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     given = arguments(node) if hasattr(node.target, "_schema") else {}

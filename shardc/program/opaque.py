@@ -49,10 +49,10 @@ class Opaque:
 
 
 def hold_opaques(traced: fx.GraphModule) -> None:
-    """Put the ``Opaque`` in the place of its key in a traced graph, and make an opaque call of every call that nests.
+    """Put the ``Opaque`` in place of its key in a traced graph, and make an opaque call of every nested call.
 
-    Those are calls of higher-order ops, which tracing also makes of ops that change their operands, and of ops whose
-    results nest.
+    Nested calls are those of higher-order ops, which tracing also makes of ops that change their operands, and those of
+    ops with nested results.
     """
     for node in traced.graph.nodes:
         if node.target is torch.ops.shardc.opaque.default:
@@ -94,7 +94,7 @@ def _flatten(traced: fx.GraphModule, node: fx.Node) -> None:
 
 
 def flat_call(target: Any, given: Sequence[Any], nest: Any, places: Sequence[int]) -> Callable[..., Any]:
-    """``target`` as a function of those of its flat arguments that stand at ``places``; the others are as ``given``."""
+    """``target`` as a function of its flat arguments at ``places``; the others are as in ``given``."""
 
     def call(*operands: Tensor) -> Any:
         filled = list(given)
@@ -113,7 +113,7 @@ def _body(traced: fx.GraphModule, node: fx.Node) -> Any:
 
 
 def _repoint(node: fx.Node, source: fx.Node, indices: Any) -> None:
-    """Let getitems of ``node`` read from ``source``; ``indices``: of each result there, nested like the results."""
+    """Let getitems of ``node`` read from ``source``. ``indices``: those of results there, nested like the results."""
     if isinstance(indices, int):
         with node.graph.inserting_after(source):
             only = node.graph.call_function(getitem, (source, indices))
@@ -158,7 +158,7 @@ class _Call(torch.autograd.Function):
 
 
 def _run(key: int, operands: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor.clone() for tensor in _ALIVE[key].run(*operands)]  # an op's result is no operand
+    return [tensor.clone() for tensor in _ALIVE[key].run(*operands)]  # an op may not return an operand
 
 
 def _fake(key: int, operands: Sequence[Tensor]) -> list[Tensor]:

@@ -31,10 +31,10 @@ Check = Callable[["Program", fx.Node], None]  # raises an AssertionError
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A placeholder, in order. ``name``: the parameter's or buffer's path, or the input's (``x``, ``batch.ids``).
+    """A placeholder. ``name``: the path of the parameter or buffer, or the name of the input (``x``, ``batch.ids``).
 
     ``tangent``: the gradient of the output that it names. ``random``: int64[2], seed and step. ``residual``: what codes
-    left out of a gradient in the step before. ``momentum``: the optimizer's, of a parameter.
+    left out of a gradient in the step before. ``momentum``: the optimizer's momentum of a parameter.
     """
 
     name: str
@@ -47,10 +47,10 @@ class Input:
 class Output:
     """An element of the output node's one tuple argument, in order.
 
-    ``gradient``: of the parameter or input that it names. ``buffer``: a buffer's new value, written back after the
-    step. ``changed``: that of an input which the forward changes in place. ``computed``: a parameter as it is computed
-    on, where that is kept until the parameter is written. ``guard``: what keeps an op in the program that must find in
-    values what it found at capture. ``residual``: what codes leave out of a gradient.
+    ``gradient``: that of the parameter or input that it names. ``buffer``: a buffer's new value, written back after the
+    step. ``changed``: the new value of an input that the forward changes in place. ``computed``: a parameter as it is
+    computed on, if this copy is kept until the parameter is written. ``guard``: a result that keeps an op in the
+    program, which must find in values what it found at capture. ``residual``: what codes leave out of a gradient.
     """
 
     name: str
@@ -61,11 +61,12 @@ class Output:
 class Pin:
     """A value with a fixed sharding.
 
-    ``name``: of an input, or of a node if ``kind`` is ``value``. ``open``: dims left to propagation, or cut further by
-    it. ``text``: the annotation as the user wrote it. ``priorities``: of each dim. On conflict inputs and values come
-    before parameters, by ``kind``. ``is_returned_whole``: an output that is gathered when it is returned, and computed
-    in any sharding. ``stages``: the pipeline stages that hold a parameter already. ``zigzags``: dims of positions that
-    are to be in zigzag, each with its axis; once they are, the input itself is in order, and whole along them.
+    ``name``: that of an input, or of a node if ``kind`` is ``value``. ``open``: the dims that propagation may cut, or
+    cut further. ``text``: the annotation as the user wrote it. ``priorities``: one for each dim. On conflict inputs and
+    values come before parameters, by ``kind``. ``is_returned_whole``: an output that is gathered when it is returned,
+    and computed in any sharding. ``stages``: the pipeline stages that hold a parameter already. ``zigzags``: dims of
+    positions that are to be put in zigzag order, each with its axis; after that the input itself is in order, and whole
+    along them.
     """
 
     name: str
@@ -105,9 +106,10 @@ class Program:
 
     ``pins``: fixed shardings of inputs and nodes. A ``localized`` program has local shapes in every type; its shardings
     are those of the global values. ``computed``: for parameters that are stored in another sharding, the one in which
-    they are computed on. ``num_stages``: of the pipeline; ``mesh`` is then that of one stage, with an axis of
-    microbatches. ``cache``: facts computed from it (``stages.cached_on_program``), and ``rules``, those bound to its
-    calls; a copy starts with none.
+    they are computed on. ``num_stages``: the number of pipeline stages; with a pipeline ``mesh`` is that of one stage,
+    with an axis of microbatches. ``notes``: texts for the user. ``forms``, ``sides``: the choices of ``decompose`` and
+    ``insert_reshards``, for ``explain``. ``cache``: facts computed from the program (``stages.cached_on_program``);
+    ``rules``: those bound to its calls. A copy starts with neither.
     """
 
     graph: fx.Graph
@@ -138,9 +140,9 @@ class Program:
         return replace(self, graph=graph, level=level or self.level)
 
     def mapped(self, function: Callable[[Any], Any]) -> Program:
-        """A copy in which arguments, facts and fields are what a function makes of them; its calls have no rules yet.
+        """A copy with ``function`` applied to arguments, facts and fields; its calls have no rules yet.
 
-        The function leaves nodes as they are.
+        The function has to leave nodes as they are.
         """
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         for node in self.graph.nodes:
@@ -151,7 +153,7 @@ class Program:
 
     @property
     def own_fields(self) -> dict[str, Any]:
-        """All that it is made of besides the graph, by name."""
+        """The fields that it is made from, by name, without the graph."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.init and each.name != "graph"}
 
     def facts(self, node: fx.Node) -> dict[str, Any]:
@@ -193,7 +195,7 @@ class Program:
 
     @property
     def output_node(self) -> fx.Node:
-        """The output node; its one argument is a tuple of nodes, parallel to ``outputs``, None where there is none."""
+        """The output node; its one argument is a tuple, parallel to ``outputs``, of nodes, or None for no value."""
         return last_node(self.graph)
 
     @property
@@ -321,12 +323,12 @@ class Program:
         node.meta["causes"] = causes
 
     def cut_choice(self, node: fx.Node) -> CutChoice | None:
-        """What the cuts of an op were chosen among; None before insert_reshards, and for a call inserted since."""
+        """The choice of an op's cuts; None before insert_reshards, and for a call inserted since."""
         found: CutChoice | None = node.meta.get("cut_choice")
         return found
 
     def set_cut_choice(self, node: fx.Node, choice: CutChoice) -> None:
-        """Set what the cuts of an op were chosen among."""
+        """Set the choice of an op's cuts."""
         node.meta["cut_choice"] = choice
 
     def former_names(self, node: fx.Node) -> tuple[str, ...]:
@@ -348,7 +350,7 @@ class Program:
     def rule(self, node: fx.Node) -> Rule:
         """The rule of a node, bound to its shapes once; the replicated rule where the table has none.
 
-        Like calls, as in every layer, have one rule.
+        Equal calls, as in every layer, share one rule.
         """
         if "rule" not in node.meta:
             args, kwargs = self._with_types((node.args, node.kwargs))
@@ -361,7 +363,7 @@ class Program:
         return rule
 
     def _bound(self, entry: OpRule, node: fx.Node, call: OpCall) -> Rule:
-        """The rule that the table gives a call; where shardc's own fails, the replicated rule, and a note."""
+        """The rule that the table gives a call; if a rule of shardc's own fails, the replicated rule, and a note."""
         try:
             return entry.bind(call)
         except ShardingError:  # of a rule of the user's
@@ -386,7 +388,7 @@ class Program:
         node.meta.pop("rule", None)
 
     def check_once(self, node: fx.Node, checks: tuple[Check, ...]) -> None:
-        """Run those of ``checks`` on a node that did not pass before on equal facts: op, rule, types and shardings."""
+        """Run ``checks`` on a node, without those that it passed with the same op, rule, types and shardings."""
         meta = node.meta
         facts = [node.target, meta.get("rule"), meta.get("type"), meta.get("sharding")]
         for read in node.all_input_nodes:
@@ -457,7 +459,8 @@ class Program:
 
 
 End = tuple[Output, fx.Node | None, fx.Node | None]
-PLACEHOLDERS = {"buffer": "buffer", "changed": "input", "computed": "parameter", "residual": "residual"}  # of results
+# The kind of the input that owns a result, by the kind of the result.
+PLACEHOLDERS = {"buffer": "buffer", "changed": "input", "computed": "parameter", "residual": "residual"}
 
 
 def parameters_of(program: Program) -> dict[str, fx.Node]:
@@ -490,7 +493,7 @@ SMALL_OUTPUT = 1024  # elements
 
 
 def is_small_output(program: Program, output: Output, result: fx.Node) -> bool:
-    """Whether a result is returned whole where no annotation says how: 0-dim, or a vector of at most SMALL_OUTPUT."""
+    """Whether an output without an annotation is returned whole: 0-dim, or a vector of at most SMALL_OUTPUT."""
     shape = program.global_type(result).shape
     is_pinned = any((pin.kind, pin.name) == ("output", output.name) for pin in program.pins)
     return output.kind == "output" and not is_pinned and len(shape) <= 1 and math.prod(shape) <= SMALL_OUTPUT
@@ -499,7 +502,7 @@ def is_small_output(program: Program, output: Output, result: fx.Node) -> bool:
 def gradient_names(program: Program) -> dict[str, tuple[str, str]]:
     """The name of each gradient, in order, with the kind and name of its input.
 
-    An input that shares its name with a parameter has ``input:NAME``.
+    The gradient of an input that shares its name with a parameter is named ``input:NAME``.
     """
     keys = {node: key for key, node in program.named_inputs.items()}
     found: dict[str, tuple[str, str]] = {}

@@ -1,4 +1,4 @@
-"""Provenance: where a node comes from, why an axis cuts a value, why something is sent, and what was chosen among."""
+"""Provenance: the source of each node, the origin of each cut, the causes of communication, the choices of passes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Phase = Literal["forward", "backward", "update"]
 class Source:
     """The place in the user's model that a node comes from: module path, ``file.py:line``, phase.
 
-    ``marks``: the number of ``stage_boundary`` calls before it. ``ordinal``: the number of the op of forward that it
-    is, or that it was made for; -1 where there is none. ``stage``: the pipeline stage of that op.
+    ``marks``: the number of ``stage_boundary`` calls before it. ``ordinal``: the number of the op of forward that the
+    node is, or for which it was made; -1 if there is none. ``stage``: the pipeline stage of that op.
     """
 
     module: str = ""
@@ -41,7 +41,7 @@ PARAMETER_FIRST, DATA, PARAMETER, YIELDING = -1, 0, 1, 2  # precedence of annota
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Why an axis cuts a value: its annotation, and the last op on the way from it, linked to the origin before.
+    """Why an axis cuts a value: its annotation, and the last op on the way from there, linked to the previous origin.
 
     ``rank`` is the precedence of the annotation (``DATA``, ``PARAMETER``, ...): on conflict the lower one wins.
     ``value``: the value that the axis cuts here, as the name of a node and the index of a result. ``via``: the op's
@@ -120,7 +120,7 @@ class Need:
 
     @property
     def annotation(self) -> str:
-        """The annotation that requires the change, or nothing."""
+        """The annotation that requires the change; empty if there is none."""
         return self.origin.annotation if self.origin else self.stated
 
 
@@ -226,7 +226,7 @@ class RoundOfKeys(NeighbourEdges):
 
 @dataclass(frozen=True, slots=True)
 class StageCrossing:
-    """A stage of the pipeline ``option`` reads values of another stage: the names of their nodes."""
+    """A stage of the pipeline ``option`` reads values of another stage. ``values``: the names of their nodes."""
 
     source: int
     target: int
@@ -256,7 +256,7 @@ def cause_text(causes: Sequence[Cause], most: int | None = None) -> str:
     return "; ".join([*texts, *dict.fromkeys(annotations)])
 
 
-# What passes chose among. They record it where they choose; a reader prices it.
+# Choices of passes, with the alternatives. A pass records its choice; a reader prices it.
 
 Shardings = tuple[Sharding | None, ...]
 Cuts = dict[str, DimSharding]  # by factor
@@ -264,10 +264,10 @@ Cuts = dict[str, DimSharding]  # by factor
 
 @dataclass(frozen=True, slots=True)
 class OpTensors:
-    """The operands and results of an op that is to be cut: what any way to cut it costs follows from them.
+    """The operands and results of an op that is to be cut. The cost of any way to cut it follows from them.
 
-    Types are global. ``arriving``: the sharding in which each operand arrives. ``propagated``: those to which the
-    results are brought. ``uniform``: the operands of one number, of which nothing is sent.
+    Types are global. ``arriving``: the sharding in which each operand arrives. ``propagated``: the shardings to which
+    the results are brought. ``uniform``: the operands whose elements are all one number; nothing of them is sent.
     """
 
     mesh: Mesh
@@ -281,9 +281,9 @@ class OpTensors:
 
 @dataclass(frozen=True, slots=True)
 class CutChoice:
-    """How an op is cut: ``operands`` and ``results`` are the shardings in which it takes and makes its ``tensors``.
+    """The cut of an op: ``operands`` and ``results`` are the shardings in which it takes and makes its ``tensors``.
 
-    ``considered``: the cuts of its factors that were compared; none where the user annotated the value.
+    ``considered``: the cuts of its factors that were compared; empty if the user annotated the value.
     """
 
     tensors: OpTensors
@@ -294,11 +294,12 @@ class CutChoice:
 
 @dataclass(frozen=True, slots=True)
 class FormChoice:
-    """Whether an op that needs a dim whole, which ``axes`` cut, was taken apart (``is_apart``) or gathers the dim.
+    """The form of an op that needs a dim whole although ``axes`` cut it: taken apart (``is_apart``), or gathering it.
 
-    ``op``: the name of its node, which is gone where it was taken apart; ``target``: what it calls. ``apart_bytes``,
-    ``gathered_bytes``: what a rank sends by either form. ``refused``: why taking it apart was not considered.
-    ``ways``: of an op that has more than two, in words, with what a rank sends; the chosen one first.
+    ``op``: the name of its node, which is gone if the op was taken apart; ``target``: the name of the op.
+    ``apart_bytes``, ``gathered_bytes``: the bytes that a rank sends by either form. ``refused``: why taking it apart
+    was not considered. ``ways``: for an op with more than two ways, each in words with the bytes that a rank sends; the
+    chosen one first.
     """
 
     op: str
@@ -316,7 +317,8 @@ class FormChoice:
 class SideChoice:
     """Whether data or parameters move in an op that ``axis`` cuts in both.
 
-    ``data_bytes``: what a rank sends in a step if all parameters come to the data; ``wire_bytes``: as it was chosen.
+    ``data_bytes``: the bytes that a rank sends in a step if all parameters come to the data; ``wire_bytes``: those of
+    the choice that was made.
     """
 
     axis: str

@@ -37,7 +37,7 @@ from shardc.program.provenance import Phase, StageCrossing, cause_text
 
 SCHEDULED: tuple[Part, ...] = ("forward", "input_gradient", "weight_gradient")
 TIMED: tuple[Part, ...] = ("count", *SCHEDULED)  # run for each microbatch
-PARTS_OF: Mapping[str, tuple[Part, ...]] = {  # what a schedule's action computes
+PARTS_OF: Mapping[str, tuple[Part, ...]] = {  # the parts that each action of a schedule computes
     "F": ("forward",),
     "I": ("input_gradient",),
     "W": ("weight_gradient",),
@@ -49,7 +49,7 @@ PARTS_OF: Mapping[str, tuple[Part, ...]] = {  # what a schedule's action compute
 class Crossing:
     """The values that one stage sends to another after a part of its work.
 
-    After ``forward`` and ``input_gradient`` they go once a microbatch; ``after`` all microbatches once a step.
+    Values of ``forward`` and ``input_gradient`` are sent once a microbatch, those of ``after`` once a step, at its end.
     """
 
     source: int
@@ -61,8 +61,8 @@ class Crossing:
 class Stage:
     """One stage of a program.
 
-    ``parts``: its calls, in program order; a call may be in ``count`` and in ``forward``. ``sums``: by the part that
-    adds to them, the reductions over microbatches, which are in no part. ``parameters``: the names of those it holds.
+    ``parts``: its calls, in program order; a call may be in ``count`` and in ``forward``. ``sums``: the reductions over
+    microbatches, by the part that adds to them; they are in no part. ``parameters``: the names of those that it holds.
     """
 
     parts: Mapping[Part, tuple[fx.Node, ...]]
@@ -74,7 +74,7 @@ class Stage:
 class Stages:
     """All stages of a program, and the values of each crossing, in program order.
 
-    ``home``: by index, for each output that microbatches cut, the stage that computes it.
+    ``home``: for each output that microbatches cut, by its index, the stage that computes it.
     """
 
     program: Program
@@ -90,7 +90,7 @@ class Stages:
 
 
 def has_stages(program: Program) -> bool:
-    """Whether a program is one of a pipeline, lowered, so that ``stages_of`` applies."""
+    """Whether a program is that of a pipeline, and lowered or localized, so that ``stages_of`` applies."""
     return program.options.pipeline is not None and program.level in ("lowered", "localized")
 
 
@@ -99,7 +99,7 @@ def is_cut_in_time(sharding: Sharding | None) -> bool:
     return sharding is not None and any(part.name == MICROBATCH for part in sharding.used_parts)
 
 
-STAGE_SUFFIX = "_stage_"  # and the stage: after the name of a collective that an earlier stage runs too
+STAGE_SUFFIX = "_stage_"  # with the stage, it ends the name of a collective that an earlier stage runs too
 
 
 def collectives_of_stages(program: Program, count_rows: RowCount) -> Iterator[Collective]:
@@ -186,10 +186,11 @@ def stages_of(program: Program) -> Stages:
 
 
 class ValueKinds:
-    """The values of a program by when they are computed.
+    """The values of a program by the time at which they are computed.
 
-    ``timed``: for each microbatch; ``own``: those of them that one stage computes. ``closing``: sums of own values over
-    microbatches; ``late``: all that depends on them. ``parameters``: the names of their placeholders.
+    ``timed``: values that are computed for each microbatch; ``own``: the timed values that one stage computes.
+    ``closing``: sums of own values over microbatches; ``late``: everything that depends on them. ``parameters``: the
+    name of each parameter, by its placeholder.
     """
 
     def __init__(self, program: Program) -> None:
@@ -202,7 +203,7 @@ class ValueKinds:
             shardings = (program.sharding(node),) if is_getitem(node) else program.shardings(node)
             if any(map(is_cut_in_time, shardings)) or not self.timed.isdisjoint(node.all_input_nodes):
                 self.timed.add(node)
-        edges = (windows, overlap_add)  # few bytes, which each stage may send that reads them of the inputs
+        edges = (windows, overlap_add)  # few bytes; every stage that needs edges of inputs may send them itself
         work = [node for node in self.timed if node.target is dot or (is_sent(node) and node.target not in edges)]
         self.own = self.timed & descendants(*self.parameters, *work)
         self.closing = {node for node in program.calls if adds_microbatches(node) and operand(node) in self.own}
@@ -302,7 +303,7 @@ class StageAssignment:
         return {node: stages or {0} for node, stages in holders.items()}
 
     def home(self) -> dict[int, int]:
-        """By index, the stage of each output that microbatches cut."""
+        """The stage of each output that microbatches cut, by the output's index."""
         last, ends = self.program.num_stages - 1, enumerate(self.program.results)
         return {i: self.stage.get(node, last) for i, node in ends if node is not None and node in self.kinds.timed}
 
@@ -323,7 +324,7 @@ def _closing(
 
 
 def _results(kinds: ValueKinds, stage: int, holders: Mapping[fx.Node, set[int]]) -> Iterator[fx.Node]:
-    """The results that a stage returns once a step; of the stages on one rank the first one that can returns each."""
+    """The results that a stage returns once a step. Of the stages on one rank, the first that can returns each."""
     parameters, pipeline = parameters_of(kinds.program), kinds.program.options.pipeline
     assert pipeline is not None
     rank_of = pipeline.place(kinds.program.num_stages)
@@ -338,7 +339,7 @@ def _results(kinds: ValueKinds, stage: int, holders: Mapping[fx.Node, set[int]])
 def _parts(assignment: StageAssignment, stage: int, closing: set[fx.Node]) -> tuple[Calls, Calls]:
     """The calls of each part of a stage's work, and the sums that each part adds to."""
     kinds, parts = assignment.kinds, {part: set[fx.Node]() for part in PARTS}
-    done, lasting = set[fx.Node](), set[fx.Node]()  # timed calls of the parts before; calls once a step
+    done, lasting = set[fx.Node](), set[fx.Node]()  # timed calls of earlier parts; calls that run once a step
     home = assignment.home()
     results = {node for i, node in enumerate(kinds.program.results) if node is not None and home.get(i) == stage}
     for part in SCHEDULED:

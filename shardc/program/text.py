@@ -18,7 +18,7 @@ SILENT_ARGUMENTS = ("device", "layout", "pin_memory", "text")  # the same all ov
 
 
 def program_text(program: Program, only: Iterable[fx.Node] | None = None) -> str:
-    """A program at any level: inputs, a line a value under its phase and module, results; or ``only`` some nodes."""
+    """A program at any level: inputs, a line for each value under its phase and module, results; or ``only`` nodes."""
     names = value_names(program)
     nodes = {None, *program.graph.nodes} if only is None else set(only)
     inputs = [
@@ -49,7 +49,7 @@ def _lines(title: str, lines: Iterable[str]) -> str:
 
 
 def rank_axes(program: Program) -> dict[str, int]:
-    """The sizes of the axes of ranks, that of a pipeline first; the axis of microbatches is one of time."""
+    """The sizes of the axes of ranks, the pipeline's first; without the axis of microbatches, which is one of time."""
     mesh, pipeline = program.mesh, program.options.pipeline
     axes = {} if mesh is None else mesh.sizes
     if pipeline is None:
@@ -59,7 +59,7 @@ def rank_axes(program: Program) -> dict[str, int]:
 
 
 def _mesh_text(program: Program) -> str:
-    """`` on dp=2, tp=4``, or nothing."""
+    """`` on dp=2, tp=4``, or empty."""
     axes, pipeline = rank_axes(program), program.options.pipeline
     microbatches = f", {pipeline.microbatches} microbatches" if pipeline else ""
     return f" on {', '.join(f'{name}={size}' for name, size in axes.items())}{microbatches}" if axes else ""
@@ -148,7 +148,7 @@ def call_text(node: fx.Node, names: dict[fx.Node, str], called: dict[Any, str]) 
         return f"{_argument(node.args[0], names)}[{node.args[1]}]"
     kwargs = {key: value for key, value in node.kwargs.items() if value is not None and key not in SILENT_ARGUMENTS}
     arguments = [_argument(value, names) for value in node.args]
-    if ring := ring_of(node):  # in words after the tensors, for its tuple of values is long
+    if ring := ring_of(node):  # in words after the tensors, since its tuple of values is long
         first, axes, dim, _, *others = arguments
         arguments = [first, *others, axes, dim, str(ring)]
     arguments += [f"{key}={_argument(value, names)}" for key, value in kwargs.items()]

@@ -29,8 +29,8 @@ Size = Any  # an int; a sympy.Expr where sizes have names
 class Traffic:
     """The collectives of one kind, over the same axes, in one phase, of a step on one rank.
 
-    ``values`` go in ``count`` collectives. ``wire_bytes`` is the sum rounded down, where each ``Collective`` rounds its
-    own; an expression is not rounded.
+    ``values`` are sent in ``count`` collectives. ``wire_bytes`` is the exact sum rounded down, while each
+    ``Collective`` rounds its own; an expression is not rounded.
     """
 
     phase: str
@@ -82,7 +82,7 @@ def traffic_text(traffic: Sequence[Traffic], has_values: bool = False) -> str:
 
 
 def collectives_text(collectives: Sequence[Collective]) -> str:
-    """The traffic of collectives, then a row for each, or for those of equal layers, with types, bytes and cause."""
+    """The traffic of collectives, then their rows with types, bytes and cause; those of equal layers share a row."""
     if not collectives:
         return traffic_text(())
     listed = [
@@ -102,7 +102,7 @@ def collectives_text(collectives: Sequence[Collective]) -> str:
 
 
 def _codecs_text(collectives: Sequence[Collective]) -> Iterator[str]:
-    """A table of the codecs: what is sent in each, the part of float32's bytes, and the error of normal values."""
+    """A table of the codecs: the bytes sent in each, their part of float32's bytes, and the error of normal values."""
     sent: dict[str, Size] = {}
     for each in collectives:
         if each.codec:

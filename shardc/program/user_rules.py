@@ -54,33 +54,33 @@ def register_rule(
         shardc.register_rule(torch.ops.mine.rms_norm.default, "... d, d -> ... d", whole="d")
         shardc.register_rule(torch.ops.mine.matmul.default, "m k, k n -> m n", linear="0 1")
 
-    A factor on results and operands may be cut with no communication. One that stands in operands alone may be cut too
-    and leaves a partial result. ``(b t)`` is one dim of two factors, ``1`` a dim that is never cut, ``...`` all leading
-    dims, ``_`` a tensor that is not looked at and is whole on every rank; a dim of size 1 where others have more is
-    broadcast. Check a rule with ``shardc.check_rule(op, *args)``. Register on every rank, before the model is compiled.
+    A factor in results and operands may be cut without communication. A factor in operands alone may be cut too, and
+    leaves a partial result. ``(b t)`` is one dim of two factors, ``1`` a dim that is never cut, ``...`` all leading
+    dims, ``_`` a tensor that the rule ignores and that is whole on every rank. A dim of size 1 is broadcast if others
+    of its factor have more. Check a rule with ``shardc.check_rule(op, *args)``. Register on every rank, before the
+    model is compiled.
 
-    A reduced factor is cut only where it divides, since the op would count the padding of an uneven cut, which reads 0
+    A reduced factor is cut only if the cut is even, since the op would count the padding of an uneven cut. Padding is 0
     (-inf for ``max``, inf for ``min``).
 
     Args:
         op: an overload of an op.
-        spec: where the rule depends on the call, a function of it (``call.args``, ``call.operands``, ``call.results``,
-            tensors as types) that returns the text, or None for a call that has to run whole.
-        linear: operands in which the op is linear, so that an open sum may pass: ``"0 1"`` in operand 0 and in operand
-            1, ``"01"`` in both together.
+        spec: the text of the rule. If the rule depends on the call, a function of it (``call.args``, ``call.operands``,
+            ``call.results``, tensors as types) that returns the text, or None for a call that has to run whole.
+        linear: operands in which the op is linear, so that a partial sum may pass: ``"0 1"`` in operand 0 and in
+            operand 1, ``"01"`` in both together.
         whole: factors that must not be cut, ``"d"``: they are gathered first.
         reduce: ``sum``, ``max`` or ``min``, which combines a partial result.
-        sizes: of an op that names sizes, which is told one rank's: ``sizes=1`` says that ``args[1]`` is the shape of
-            the first result.
-        local: ``local(call, shard)`` gives any arguments that differ, by position, from the call in global and in local
-            types.
-        uneven: the padding of an uneven cut leaves the result as it is; this holds by itself where the op is linear in
-            operands that have the factor.
+        sizes: for an op that takes sizes, which must be those of one rank: ``sizes=1`` says that ``args[1]`` is the
+            shape of the first result.
+        local: ``local(call, shard)`` returns the arguments that differ on one rank, by position, given the call in
+            global and in local types.
+        uneven: the padding of an uneven cut leaves the result as it is. Not needed if the op is linear in operands that
+            have the factor.
         override: replace a rule of shardc's own.
 
     Raises:
-        ShardingError: where the spec does not fit the op's schema, and, when a model is compiled, where it does not fit
-            a call.
+        ShardingError: if the spec does not fit the op's schema; when a model is compiled, if it does not fit a call.
     """
     op = overload_of(op)
     who = f"register_rule({op})"
@@ -202,7 +202,7 @@ def _check_call(who: str, spec: str, call: OpCall) -> None:
 
 
 def _pairs(who: str, entry: str, tensor: TensorType) -> Iterator[tuple[str, int]]:
-    """The factors that are alone in a dim, with its size."""
+    """The factors that are alone in a dim, each with the size of the dim."""
     dims = parse_dims(entry)
     has_dots = ("...",) in dims
     if len(dims) - has_dots > len(tensor.shape) or (not has_dots and len(dims) != len(tensor.shape)):
@@ -234,11 +234,11 @@ def check_rule(op: Any, *args: Any, **kwargs: Any) -> None:
 
     Args:
         op: an overload of an op.
-        *args: of a call of it.
-        **kwargs: of a call of it.
+        *args: the arguments of a call, by position.
+        **kwargs: the arguments of a call, by name.
 
     Raises:
-        ShardingError: which says in which factor the rule is wrong, or that it has none to cut.
+        ShardingError: if the rule is wrong, with the factor that shows it, or if it has no factor to cut.
 
     Examples:
         >>> import torch, shardc
@@ -280,7 +280,7 @@ def check(case: Case) -> None:
         if is_alone and not rule.sees_padding and not rule.is_even and rule.leaves_partial(factor):
             checks.append((f"{factor} with padding", partial(_check_padding, case, factor)))
     for group in rule.linear:
-        if all(_is_number(case.tensors[i]) for i in group):  # no sum of masks is open
+        if all(_is_number(case.tensors[i]) for i in group):  # masks are never partial sums
             checks.append((f"operands {sorted(group)} as sums of two terms", partial(_check_linear, case, group)))
     for what, run in checks:
         try:
@@ -295,7 +295,7 @@ def cuttable(rule: Rule) -> list[str]:
 
 
 def _check_cuts(case: Case, pieces: Mapping[str, int]) -> None:
-    """Cut each of these factors in that many pieces, run every piece, put the results together, and compare."""
+    """Cut each factor into its number of pieces, run every piece, put the results together, and compare."""
     sizes = {factor: size // pieces.get(factor, 1) for factor, size in case.rule.sizes.items()}
     arguments = _local_arguments(case, sizes)
     results_at: dict[Any, list[Tensor | None]] = {}
@@ -340,13 +340,13 @@ def _join(rule: Rule, r: int, parts: list[Tensor], factor: str, sizes: Mapping[s
 
 
 def _refine(tensor: Tensor, dims: Dims, sizes: Mapping[str, int]) -> Tensor:
-    """The tensor with one dim a factor; a dim without factors stays."""
+    """The tensor with one dim for each factor; a dim without factors stays."""
     pairs = zip(dims, tensor.shape, strict=True)
     return tensor.reshape([s for factors, size in pairs for s in ([sizes[f] for f in factors] or [size])])
 
 
 def _merge(tensor: Tensor, dims: Dims) -> Tensor:
-    """The inverse of ``refine``, whatever was cut."""
+    """The inverse of ``_refine``, also for a tensor that was cut."""
     sizes = iter(tensor.shape)
     return tensor.reshape([math.prod(next(sizes) for _ in factors or ("one",)) for factors in dims])
 
@@ -467,7 +467,7 @@ def case_of(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], rule: Any
     bound: Rule = rule(program.call(node)) if rule else program.rule(node)
 
     def without_chunks(dims: Dims | None) -> Dims | None:
-        """Chunks of a factor differ in size on each tensor, and are checked elsewhere."""
+        """The dims without factors in chunks, which differ in size on each tensor and are checked elsewhere."""
         return dims and tuple(() if len(dim) == 1 and dim[0] in bound.chunks else dim for dim in dims)
 
     operand_dims, result_dims = (tuple(map(without_chunks, side)) for side in (bound.operands, bound.results))

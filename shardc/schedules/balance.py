@@ -84,7 +84,7 @@ def _bad_weights(weights: Any, problem: str) -> ShardingError:
 
 
 def check_stages(num_units: int, num_stages: int, forced: Sequence[int] = ()) -> None:
-    """Raise a ShardingError if so many units cannot be cut into so many stages, or not at the ``forced`` indices."""
+    """Raise a ShardingError if the units cannot be cut into ``num_stages`` stages, with cuts at ``forced`` indices."""
     who, what = "balance", f"{num_units} units, num_stages={num_stages!r}"
     if not isinstance(num_stages, int) or num_stages < 1:
         raise ShardingError(who, what, "there is at least one stage", "say num_stages=1 or more")
@@ -113,9 +113,10 @@ def ideal_path(
     masks: Sequence[int], num_stages: int, load: Load, weights: Sequence[int], received_bytes: ReceivedBytes,
     is_monotone: bool,
 ) -> MinMaxPath:  # fmt: skip
-    """The path through the ideals ``masks``, by index. ``weights``: of each ideal, by which following ones are tried.
+    """The path through the ideals ``masks``, by index.
 
-    ``is_monotone``: loads rise with these weights.
+    ``weights``: the weight of each ideal; lighter following ideals are tried first. ``is_monotone``: loads rise with
+    these weights.
     """
     order = sorted(range(1, len(masks)), key=lambda i: (weights[i], i))
     following = [[i for i in order if masks[i] != mask and masks[i] & mask == mask] for mask in masks]
@@ -149,7 +150,7 @@ BestSuffix = dict[int, tuple[int, int, int]]  # by state: the sum of squares, th
 
 @dataclass(frozen=True, slots=True)
 class MinMaxPath:
-    """Paths from state 0 to state ``last``, one step for each stage; the best one has the least greatest load.
+    """Paths from state 0 to state ``last``, one step for each stage; the best path has the least greatest load.
 
     ``following``: the states that may follow a state, in order of preference. ``load``: of a step; None if the step is
     not allowed. ``received_bytes``: of a step. ``is_monotone``: loads do not fall along ``following``, so that all
@@ -239,7 +240,7 @@ def stages_after(masks: Sequence[int], num_units: int) -> tuple[int, ...]:
 
 
 MOST_LOOPED = 64  # units for which the looped search takes seconds
-Ranges = tuple[tuple[int, int], ...]  # the units of a rank: from, to before
+Ranges = tuple[tuple[int, int], ...]  # the units of a rank: start, end (exclusive)
 State = tuple[int, int]
 BestOfRanges = tuple[int, int, tuple[int, ...], tuple[int, ...]]  # squares, bytes, cuts of first ranges, of second ones
 RangesBytes = Callable[[Ranges], int]
@@ -254,8 +255,8 @@ def balance_ranks(
     ``shared``: weights that each rank with one of the given units bears once, such as a tied embedding. ``received``:
     the bytes that a rank with these units receives. Ties go to the most even cuts, then the fewest bytes, then the
     first. Exact for one stage a rank, for two in a V, and for two looped with at most ``MOST_LOOPED`` units. Otherwise
-    cuts move as long as that helps, and ``bound`` is the mean or the heaviest unit. Raises a ShardingError as
-    ``balance`` does, and if ranks have different numbers of stages.
+    cuts move as long as that helps, and ``bound`` is the larger of the mean and the heaviest unit. Raises a
+    ShardingError as ``balance`` does, and if ranks have different numbers of stages.
     """
     num_ranks = len(set(place))
     if set(place) != set(range(num_ranks)) or len({list(place).count(rank) for rank in place}) != 1:
@@ -276,14 +277,14 @@ def balance_ranks(
 
 @dataclass(frozen=True)
 class RankLoads:
-    """The weight of ranks, by their units."""
+    """The weights of ranks from those of their units."""
 
     weights: Sequence[Any]
     shared: Shared
 
     @cached_property
     def sums(self) -> tuple[Any, ...]:
-        """The weight of all units before each, and at the end of all units."""
+        """Prefix sums: the weight of all units before each one, and of all units."""
         return tuple(accumulate(self.weights, initial=0))
 
     def of(self, ranges: Ranges) -> int:
@@ -323,7 +324,7 @@ def _improved(loads: RankLoads, place: Sequence[int], cuts: tuple[int, ...]) -> 
 def _best_cuts(
     loads: RankLoads, place: Sequence[int], num_ranks: int, most: int, received: RangesBytes
 ) -> tuple[int, ...] | None:
-    """The best cuts, or None where they cannot be found. ``most``: a weight of the heaviest rank that is possible."""
+    """The best cuts, or None if no exact search applies. ``most``: a weight that the heaviest rank can attain."""
     size, ranks = len(loads.weights), tuple(range(num_ranks))
     if len(place) == num_ranks:
         return chain_path(size, num_ranks, lambda _, a, b: loads.of(((a, b),)), lambda a, b: received(((a, b),))).best()
@@ -342,7 +343,7 @@ def _best_cuts(
 class _TwoRanges:
     """The search for two ranges of units a rank, none heavier than ``most``, by dynamic programming over ranks.
 
-    ``middle``: where the second ranges begin if looped; None in a V.
+    ``middle``: the start of the second ranges if looped; None in a V.
     """
 
     loads: RankLoads
@@ -352,7 +353,7 @@ class _TwoRanges:
 
     @property
     def start(self) -> State:
-        """Where the ranges of the first rank begin."""
+        """Start positions of the first rank's ranges; in a V, the end of the second one."""
         return 0, len(self.loads.weights) if self.middle is None else self.middle
 
     def least(self) -> int:
@@ -386,7 +387,7 @@ class _TwoRanges:
         return best_from(0, self.start)
 
     def _assignments(self, rank: int, state: State) -> Iterator[tuple[int, State, Ranges]]:
-        """The load of a rank, the next state and its ranges, if the ranks after it can bear the rest."""
+        """Possible loads of a rank, with the next state and the ranges, such that later ranks can bear the rest."""
         num_left, sums, middle = self.num_ranks - rank - 1, self.loads.sums, self.middle
         for end in self._ends(num_left, state):
             (a, b), (c, d) = state, end
@@ -396,7 +397,7 @@ class _TwoRanges:
                 yield load, end, ranges
 
     def _ends(self, num_left: int, state: State) -> Iterator[State]:
-        """Where two ranges may end, neither of them too heavy; ``num_left``: the number of later ranks."""
+        """Possible ends of the two ranges, neither of them too heavy; ``num_left``: the number of later ranks."""
         (a, b), middle = state, self.middle
         size, sums = len(self.loads.weights), self.loads.sums
 

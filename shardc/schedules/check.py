@@ -53,7 +53,7 @@ def check(schedule: Schedule) -> None:
         raise_all(list(_unordered_channels(schedule)))
     sends = [action for _, action in schedule.walk() if action.kind in SENDS]
     meetings = [Rendezvous(send, edge_of(send).receive(send.microbatch)) for send in sends]
-    # what must end before what, if every send waits for its receive
+    # the order in which actions must end, if every send waits for its receive
     rendezvous = _graph(schedule, {end: meeting for meeting in meetings for end in (meeting.send, meeting.receive)})
     if not nx.is_directed_acyclic_graph(rendezvous):
         data = _graph(schedule, {})
@@ -95,7 +95,7 @@ def _incomplete_stages(schedule: Schedule) -> Iterator[ShardingError]:
 
 
 def _wrong_reductions(schedule: Schedule) -> Iterator[ShardingError]:
-    """An error for each stage that has not one REDUCE, or has it before its last backward."""
+    """An error for each stage that does not have exactly one REDUCE, or has it before its last backward."""
     counts = Counter(action.stage for _, action in schedule.walk() if action.kind == "REDUCE")
     for stage, rank in enumerate(schedule.place) if counts else ():
         row = [action.kind for action in schedule.actions[rank] if action.stage == stage]
@@ -118,7 +118,7 @@ def _unpaired_messages(schedule: Schedule) -> Iterator[ShardingError]:
 
 
 def _unordered_channels(schedule: Schedule) -> Iterator[ShardingError]:
-    """An error for each channel on which receives come in another order than the sends."""
+    """An error for each channel whose receives come in another order than its sends."""
     sends, receives = defaultdict[tuple[int, int], list[Action]](list), defaultdict[tuple[int, int], list[Action]](list)
     for rank, action in schedule.walk():
         if action.kind in SENDS:
@@ -162,7 +162,7 @@ def _graph(schedule: Schedule, contracted: dict[Action, Rendezvous]) -> nx.DiGra
 
 
 def _dependencies(schedule: Schedule) -> Iterator[tuple[Action, Action]]:
-    """Pairs of a maker and its reader, with the messages between them where these are inserted."""
+    """Pairs of actions that depend on each other: the maker of a result, its messages if inserted, and its reader."""
     computations = [action for _, action in schedule.walk() if action.kind in COMPUTE]
     makers = {(each.stage, each.phase, each.microbatch): each for each in computations if each.makes_messages}
     entering = edges_into(schedule.edges)

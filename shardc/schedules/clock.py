@@ -1,4 +1,4 @@
-"""The clock: when tasks start and end that take turns on lanes and wait for each other. All predicted times are its."""
+"""The clock: start and end of tasks that share lanes and wait for each other. All predicted times come from it."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ Rows = Mapping[Hashable, Sequence[int]]  # for each lane its tasks in order, by 
 class Tasks:
     """Tasks by number, in the order given.
 
-    ``num_after``: how many tasks each one waits for, ``readers``: those that wait for it, whatever the order on lanes.
-    ``title``: who has the tasks, for errors. Raises a ShardingError for a task that waits for one that is not there.
+    ``num_after``: the number of tasks that each one waits for. ``readers``: the tasks that wait for it. Both ignore the
+    order on lanes. ``title``: the owner of the tasks, for errors. Raises a ShardingError for a task that waits for a
+    missing one.
     """
 
     __slots__ = ("_tasks", "lanes", "names", "num_after", "numbers", "readers", "seconds", "title")
@@ -60,7 +61,7 @@ class Tasks:
                 self.readers[before].append(number)
 
     def after(self, number: int) -> list[int]:
-        """The tasks that one waits for, whatever the order on lanes."""
+        """The tasks that a task waits for, apart from the order on lanes."""
         task = self._tasks[number]
         try:
             return [self.numbers[name] for name in task.after]
@@ -78,9 +79,10 @@ class Tasks:
         return rows
 
     def run(self, rows: Rows, limit: float = inf) -> Clock:
-        """Run the tasks of every lane in the order of its row, each as soon as possible; in all, in order of their end.
+        """Run the tasks of every lane in the order of its row, each as soon as possible, and in order of their ends.
 
-        Stops once a task must end after the ``limit``. Raises a ShardingError if tasks wait for each other in a circle.
+        Stops once a task is bound to end after the ``limit``. Raises a ShardingError if tasks wait for each other in a
+        circle.
         """
         clock, most = Clock(self, rows), limit * (1 + ROUNDING)
         left = {lane: sum(map(self.seconds.__getitem__, row)) for lane, row in rows.items()}
@@ -101,11 +103,11 @@ class Tasks:
 
 
 class Clock:
-    """How far tasks are, started one after the other.
+    """The progress of tasks that are started one after the other.
 
-    ``missing``: how many tasks each one still waits for, those before it on its lanes included; ``arrived``: the last
-    end of the others. ``free``: when each lane is free again. ``order``: the tasks in the order in which they were
-    started.
+    ``missing``: the number of tasks that each one still waits for, including the previous ones on its lanes.
+    ``arrived``: the latest end of those that it no longer waits for. ``free``: the time at which each lane is free
+    again. ``order``: the tasks in the order in which they were started.
     """
 
     __slots__ = ("_following", "_rows", "arrived", "ends", "free", "missing", "order", "starts", "tasks")
@@ -117,13 +119,13 @@ class Clock:
         self.starts, self.ends = list(self.arrived), list(self.arrived)
         self.free: dict[Hashable, float] = {}
         self.order: list[int] = []
-        self._following = {lane: iter(row[1:]) for lane, row in self._rows.items()}  # after the last that was started
+        self._following = {lane: iter(row[1:]) for lane, row in self._rows.items()}  # after the last one started
         for row in self._rows.values():
             for number in row[1:]:
                 self.missing[number] += 1
 
     def start(self, number: int, now: float = 0) -> list[int]:
-        """Start a task that waits for none, not before ``now``. Gives the tasks that wait for none any more."""
+        """Start a task that waits for no other, not before ``now``. Return the tasks that are ready because of it."""
         assert not self.missing[number], self.tasks.names[number]
         start, lanes = max(now, self.arrived[number]), self.tasks.lanes[number]
         for lane in lanes:
@@ -155,7 +157,7 @@ class Clock:
         return {number: max(waits, key=self.ends.__getitem__) for number, waits in self._waits().items() if waits}
 
     def circle(self) -> list[int]:
-        """Tasks of which each waits for the next one, from one to the same one again."""
+        """A circle of tasks, each waiting for the next one; the first stands at the end again."""
         waits, started = self._waits(), set(self.order)
         path = [next(number for number in waits if number not in started)]
         while path[-1] not in path[:-1]:
@@ -163,7 +165,7 @@ class Clock:
         return path[path.index(path[-1]) :]
 
     def _waits(self) -> dict[int, list[int]]:
-        """The tasks that each one waits for: those before it on its lanes, and those that it is after."""
+        """The tasks that each one waits for: those before it on its lanes, and those in its ``after``."""
         waits: dict[int, list[int]] = {number: [] for number in range(len(self.tasks.names))}
         for row in self._rows.values():
             for before, after in pairwise(row):

@@ -34,7 +34,7 @@ class Schedule(data.Schedule):
         return with_messages(self if edges is None else replace(self, edges=tuple(edges)), costs)
 
     def check(self) -> Self:
-        """The schedule itself, proven to be complete and to end. Raises a ShardingError that names what is wrong."""
+        """Prove that the schedule is complete and ends, and return it. Raises a ShardingError that names the fault."""
         check(self)
         return self
 
@@ -89,8 +89,8 @@ def schedule(
 ) -> Schedule:  # fmt: skip
     """The compute-only schedule of a name: ``gpipe``, ``1f1b``, ``interleaved``, ``zb-h1``, ``auto`` and others.
 
-    ``auto`` is the fastest by ``costs`` of all named schedules and those of a list scheduler that need at most
-    ``memory`` bytes on any rank and, if ``place`` is given, have each stage on that rank.
+    ``auto`` is the fastest by ``costs`` among all named schedules and those of a list scheduler. They must need at most
+    ``memory`` bytes on any rank and have each stage on the rank in ``place``, if these are given.
 
     Args:
         name: of a schedule.
@@ -99,8 +99,8 @@ def schedule(
         num_ranks: by default as many as stages, and half as many for ``interleaved``, ``interleaved-zb`` and ``zb-v``.
         in_flight: a cap on the microbatches of a rank between forward and backward, for ``1f1b``, ``zb-h1`` and
             ``zb-h2``.
-        edges: the ways of messages, from earlier stages to later ones in forward and back in backward; by default a
-            chain.
+        edges: pairs of stages between which messages go, from earlier stages to later ones in forward and back in
+            backward; by default a chain.
         costs: seconds and bytes of each stage, for ``auto``.
         memory: bytes of a rank, for ``auto``.
         place: the rank of each stage, for ``auto``.

@@ -35,7 +35,7 @@ def v_place(num_stages: int, num_ranks: int) -> tuple[int, ...]:
 
 
 def fits(name: str, num_stages: int, num_ranks: int) -> bool:
-    """Whether the named schedule can run so many stages on so many ranks, which divide them."""
+    """Whether the named schedule can run ``num_stages`` stages on ``num_ranks`` ranks, which divide them."""
     chunks = num_stages // num_ranks
     if name in LINEAR:
         return chunks == 1
@@ -66,8 +66,8 @@ def _interleaved(
 ) -> Iterator[Action]:
     """A round of microbatches goes through every stage of a rank, then the next round. Narayanan et al. 2021b.
 
-    A round has as many microbatches as there are ranks. Where these do not divide the count, the first rounds have a
-    few more. ``steps``: how many more warm-up forwards a rank has than the next one (2: there and back).
+    A round has as many microbatches as there are ranks. If these do not divide the count, the first rounds have a few
+    more. ``steps``: the number of warm-up forwards that a rank has beyond those of the next one (2: there and back).
     """
     num_rounds = max(1, count // num_ranks)
     size, larger = divmod(count, num_rounds)
@@ -130,7 +130,7 @@ def _spell(stages: Sequence[int], count: int, *words: tuple[str, int]) -> Iterat
             yield Action(letter[0], stages[letter.count("'")], microbatch)
 
 
-# of a rank, the number of ranks, the rank's stages, the number of microbatches, and a cap on those in flight
+# takes the rank, the number of ranks, the rank's stages, the number of microbatches, and a cap on those in flight
 Order = Callable[[int, int, Sequence[int], int, int | None], Iterator[Action]]
 ORDERS: dict[str, Order] = {
     "gpipe": _gpipe,

@@ -34,7 +34,7 @@ class Action:
     def __str__(self) -> str:
         """``2F0``, ``3SEND_B1``, ``0REDUCE_GRAD``; ``0SEND_F1>3`` where the peer is not the neighbouring stage.
 
-        torch reads the first three forms, and of the last one ignores what follows the number.
+        torch reads the first three forms; in the last one it ignores the text after the number.
         """
         kind = "REDUCE_GRAD" if self.kind == "REDUCE" else self.kind
         number = "" if self.microbatch == ALL else str(self.microbatch)
@@ -58,7 +58,7 @@ def _neighbour(kind: str, stage: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """Stage ``target`` reads what stage ``source`` computes in forward (``F``) or backward (``B``).
+    """Stage ``target`` reads results of stage ``source`` in forward (``F``) or backward (``B``).
 
     Each microbatch sends one message over an edge, with all values that cross there.
     """
@@ -68,16 +68,16 @@ class Edge:
     phase: ActionPhase
 
     def send(self, microbatch: int) -> Action:
-        """The action of the rank of ``source``."""
+        """The SEND on the rank of ``source``."""
         return Action(f"SEND_{self.phase}", self.source, microbatch, self.target)
 
     def receive(self, microbatch: int) -> Action:
-        """The action of the rank of ``target``."""
+        """The RECV on the rank of ``target``."""
         return Action(f"RECV_{self.phase}", self.target, microbatch, self.source)
 
 
 def edge_of(message: Action) -> Edge:
-    """The edge over which a SEND or a RECV goes."""
+    """The edge of a SEND or a RECV."""
     assert message.peer is not None, message
     ends = (message.stage, message.peer) if message.kind in SENDS else (message.peer, message.stage)
     return Edge(*ends, message.phase)
@@ -108,7 +108,7 @@ def edges_into(edges: Iterable[Edge]) -> EdgesByStage:
     return entering
 
 
-Result = tuple[int, ActionPhase, int]  # of a stage and a phase, for a microbatch
+Result = tuple[int, ActionPhase, int]  # stage, phase and microbatch
 
 
 def operands(action: Action, entering: EdgesByStage) -> Iterator[tuple[Result, Edge | None]]:
@@ -127,8 +127,8 @@ def operands(action: Action, entering: EdgesByStage) -> Iterator[tuple[Result, E
 class Schedule:
     """The actions of every pipeline rank in order, and the rank of each stage.
 
-    ``place[stage]`` is a rank. ``edges`` are the ways of messages; two stages of one rank exchange values without a
-    message. A schedule is *compute-only* until ``with_messages`` inserts its sends and receives.
+    ``place[stage]`` is a rank. ``edges`` are the pairs of stages that exchange values; two stages of one rank do so
+    without a message. A schedule is *compute-only* until ``with_messages`` inserts its sends and receives.
     """
 
     name: str
@@ -186,7 +186,7 @@ class Schedule:
         return replace(self, actions=tuple(tuple(filter(is_kept, row)) for row in self.actions))
 
     def with_reductions(self) -> Self:
-        """The schedule with a REDUCE of each stage at the end of its rank, by stage number."""
+        """The schedule with the REDUCE of each stage at the end of its rank's actions, in order of stages."""
         ends = [tuple(Action("REDUCE", stage) for stage in self.stages_on(rank)) for rank in range(self.num_ranks)]
         return replace(self, actions=tuple((*row, *end) for row, end in zip(self.actions, ends, strict=True)))
 
@@ -204,11 +204,11 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def from_csv(text: str, name: str = "csv", edges: Iterable[Edge] | None = None) -> Schedule:
-    """The schedule in a CSV that torch or ``to_csv`` wrote. Raises a ShardingError for a cell that is no action.
+    """Read a schedule from a CSV that torch or ``to_csv`` wrote. Raises a ShardingError for a cell that is no action.
 
     Empty cells (idle time), UNSHARD and RESHARD are left out. A cell of overlapped actions becomes these actions one
-    after the other. A stage is on the rank that computes it. ``edges`` default to the chain of stages and whatever else
-    the messages use.
+    after the other. A stage is on the rank that computes it. ``edges`` default to the chain of stages and any other
+    edges of the messages.
     """
     if not isinstance(text, str):
         problem, remedy = "a CSV is text", "give what to_csv() returns, or Path(file).read_text()"

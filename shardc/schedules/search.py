@@ -1,4 +1,4 @@
-"""Finds the fastest schedule: every named order and many of a list scheduler, compared with a lower bound."""
+"""Finds the fastest schedule among all named orders and many of a list scheduler, compared with a lower bound."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def fastest(
     count: int, num_ranks: int, edges: tuple[Edge, ...], costs: Costs, memory: int | None = None,
     place: tuple[int, ...] | None = None,
 ) -> Schedule:  # fmt: skip
-    """The candidate of the shortest makespan; among equals the one of the lowest peak, then the first.
+    """The candidate with the shortest makespan; ties go to the lowest peak of memory, then to the first.
 
     Candidates are all named schedules that fit, with every cap on microbatches in flight. Unless one of them meets the
     lower bound, those of a list scheduler follow, for every place of the stages, with several caps and policies.
-    ``count``: microbatches. ``memory``: bytes that a rank may need. ``place``: the rank of each stage, if it is fixed.
-    Raises an OptionError if no candidate needs so little memory.
+    ``count``: the number of microbatches. ``memory``: bytes that a rank may use. ``place``: the rank of each stage, if
+    it is fixed. Raises an OptionError if no candidate fits into ``memory``.
     """
     best, num_stages = _Best(costs, memory, _Steps(costs)), len(costs.stages)
     known = set()  # the same order may have several names
@@ -52,7 +52,7 @@ def fastest(
 
 
 def estimate(frame: Schedule, costs: Costs) -> float:
-    """About the makespan of ``fastest`` with a frame's place: the least of named orders and of a few listed ones."""
+    """An estimate of the makespan of ``fastest`` with a frame's place: the least of named and a few listed orders."""
     ranks, best, steps = frame.num_ranks, inf, _Steps(costs)
     for name in (name for name in ORDERS if fits(name, frame.num_stages, ranks)):
         order = schedule_named(name, frame.edges, frame.num_stages, frame.num_microbatches, ranks)
@@ -67,17 +67,17 @@ def estimate(frame: Schedule, costs: Costs) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """The tasks of a step for each place of the stages, with backward in one or split. Their orders share them."""
+    """The tasks of a step for each place of the stages, with backward whole or split; all their orders share them."""
 
     costs: Costs
     known: dict[tuple[tuple[int, ...], bool], Step] = field(default_factory=dict)
 
     def of(self, order: Schedule) -> Step:
-        """The tasks of an order of all microbatches."""
+        """The tasks of an order with all microbatches."""
         return self.of_frame(order, any(action.kind == "W" for action in order.actions[0]))
 
     def of_frame(self, frame: Schedule, splits: bool) -> Step:
-        """The tasks of every order of a frame."""
+        """The tasks that all orders of a frame share."""
         key = frame.place, splits
         if key not in self.known:
             kinds, microbatches = "FIW" if splits else "FB", range(frame.num_microbatches)
@@ -112,7 +112,7 @@ class _Best:
                 self.offer(*candidate)
 
     def offer(self, makespan: float, candidate: Schedule) -> None:
-        """Take the candidate if it is better and fits. The bytes that it saves rule most out without a simulation."""
+        """Take the candidate if it is better and fits. Saved bytes rule most candidates out without a simulation."""
         saved = max(saved_bytes(candidate, self.costs))
         is_worse = makespan > self.makespan or (makespan == self.makespan and saved >= self.peak)
         if is_worse or (self.memory is not None and saved > self.memory and saved >= self.least):
@@ -141,7 +141,7 @@ def _searches(frame: Schedule, costs: Costs, memory: int | None) -> Iterator[tup
 
 
 def _rooms(frame: Schedule, costs: Costs, memory: int | None) -> list[tuple[list[float], str]]:
-    """The bytes that each rank may save: all that are not resident, or these less a message over each of its edges."""
+    """The bytes that each rank may save: its memory less resident bytes, or also less one message for each edge."""
     if memory is None:
         return [([inf] * frame.num_ranks, "")]
     room: list[float] = [memory] * frame.num_ranks
@@ -155,11 +155,11 @@ def _rooms(frame: Schedule, costs: Costs, memory: int | None) -> list[tuple[list
 
 
 def lower_bound(frame: Schedule, costs: Costs | StageCost | None = None, memory: int | None = None) -> float:
-    """Seconds that every order takes with the frame's place, edges and microbatches and so many bytes a rank.
+    """A lower bound in seconds for all orders with the frame's place, edges and microbatches, and ``memory`` a rank.
 
     A rank computes everything after the first microbatch has reached it. A stage alone on its rank computes all F and
-    I, and as many W as do not fit into memory, before its last I ends; then that microbatch goes on up to the first
-    stage, whose W comes last.
+    I, and every W that memory does not let it put off, before its last I ends. Then that microbatch goes on up to the
+    first stage, whose W comes last.
     """
     costs = costs_for(frame.num_stages, costs)
     leaving, entering, count = edges_from(frame.edges), edges_into(frame.edges), frame.num_microbatches
@@ -194,11 +194,11 @@ def _transfer(frame: Schedule, costs: Costs, edge: Edge) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How a rank chooses its next computation.
+    """The rule by which a rank chooses its next computation.
 
     First comes backward, as I and W if it ``splits``. Then F under the cap, of the stage furthest down the model. Then
-    a W that was put off, if at most the part ``overhang`` of it is left when the next known message arrives. ``ahead``:
-    the microbatches of each stage of a rank that may be between F and I.
+    a W that was put off, if at most the fraction ``overhang`` of it is left when the next known message arrives.
+    ``ahead``: for each rank the number of microbatches that may be between F and I in each of its stages.
     """
 
     splits: bool = True
@@ -209,9 +209,10 @@ class Policy:
 def greedy(
     frame: Schedule, steps: _Steps, caps: Sequence[float], policy: Policy, limit: float = inf
 ) -> tuple[float, Schedule] | None:
-    """A makespan in seconds and its schedule, with the place, edges and microbatches of ``frame``.
+    """List scheduling: a makespan in seconds and its schedule, with the place, edges and microbatches of ``frame``.
 
-    No rank saves more than its cap. None if ranks get stuck under their caps, or if it takes longer than ``limit``.
+    No rank saves more bytes than its cap. None if ranks get stuck under their caps, or if it takes longer than
+    ``limit``.
     """
     state = _State(frame, steps.of_frame(frame, policy.splits), steps.costs, caps, policy)
     state.run(limit)
@@ -223,9 +224,9 @@ def greedy(
 class _State:
     """The progress of every rank.
 
-    ``following``: the next microbatch of each stage and phase. ``put_off``: the W that are left to do. ``latest``: each
-    rank's last end if it does not idle any more. ``events``: the times at which a rank becomes free or an operand
-    arrives. Ranks choose in order of time, so that all earlier arrivals are known.
+    ``following``: the next microbatch of each stage and phase. ``put_off``: the W that each rank has put off.
+    ``latest``: each rank's last end if it never idles again. ``events``: the times at which a rank becomes free or an
+    operand arrives. Ranks choose in order of time, so that all earlier arrivals are known.
     """
 
     def __init__(self, frame: Schedule, step: Step, costs: Costs, caps: Sequence[float], policy: Policy) -> None:
@@ -279,7 +280,7 @@ class _State:
         return self.put_off[rank].popleft() if fits or is_blocked else None
 
     def _ready(self, kind: str, stage: int, microbatch: int) -> float:
-        """When the last operand arrives, as far as that is known."""
+        """The time at which the last operand arrives; infinity if that is not known yet."""
         number = self.step.numbers.get((kind, stage, microbatch))
         return inf if number is None or self.clock.missing[number] else self.clock.arrived[number]
 

@@ -63,7 +63,7 @@ def _resident(schedule: Schedule, costs: Costs) -> dict[Hashable, int]:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """The values that cross an edge for one microbatch. It names them on both ranks, and their transfer."""
+    """The values that cross an edge for one microbatch: their name on both ranks, and that of their transfer."""
 
     edge: Edge
     microbatch: int
@@ -105,7 +105,7 @@ class _Tasks:
         self.entering, self.leaving = edges_into(edges), edges_from(edges)
 
     def action(self, rank: int, action: Action) -> Task:
-        """The action on its rank."""
+        """The task of an action on its rank."""
         if action.kind in SENDS:
             message = Message(edge_of(action), action.microbatch)
             return Task(action, (rank,), frees=(message,))
@@ -131,7 +131,7 @@ class _Tasks:
         return Task(action, (rank,), seconds, tuple(transfers), makes=makes, frees=reads)  # nothing else reads them
 
     def transfer(self, send: Action) -> Task:
-        """The transfer of a message on its channel, once it is sent and its receive is posted."""
+        """The task of a transfer on its channel, once the message is sent and its receive is posted."""
         edge = edge_of(send)
         channel = (self.schedule.place[edge.source], self.schedule.place[edge.target])
         ends = (send, edge.receive(send.microbatch))
@@ -149,7 +149,7 @@ def with_messages(schedule: AnySchedule, costs: Costs | None = None, step: Step 
 
     Receives come in the order of the sends. ``costs`` decide which computation ends first; by default all take equally
     long. Messages that the schedule has already are inserted anew; reductions stay at the end. Raises a ShardingError
-    if the order of computations cannot run. ``step``: its tasks with these costs, if there are any yet.
+    if the order of computations cannot run. ``step``: the schedule's tasks with these costs, if they exist already.
     """
     bare = schedule.compute_only()
     step = step or Step(bare, costs_for(schedule.num_stages, costs))
@@ -166,15 +166,16 @@ def with_messages(schedule: AnySchedule, costs: Costs | None = None, step: Step 
 
 
 def makespan(schedule: Schedule, costs: Costs, limit: float = inf) -> float:
-    """The end of a compute-only schedule in seconds; infinity as soon as it must be above the limit."""
+    """The end of a compute-only schedule in seconds; infinity as soon as it is bound to be above the limit."""
     return Step(schedule, costs).makespan(schedule, limit)
 
 
 class Step:
     """The computations of a compute-only schedule and their messages as tasks, for any order of each rank.
 
-    Messages have the first numbers: of all that ends at one time they come first. Those of ``actions`` follow.
-    ``numbers``: of computations, by kind, stage and microbatch. ``sent``: for each task the messages of its result.
+    Messages have the lowest numbers, so that they come first among tasks that end at the same time; ``actions`` follow.
+    ``numbers``: the number of each computation, by kind, stage and microbatch. ``sent``: for each task the messages of
+    its result.
     """
 
     __slots__ = ("actions", "num_messages", "numbers", "sent", "tasks")
@@ -199,7 +200,7 @@ class Step:
         return self.tasks.run(rows, limit)
 
     def by_end(self, schedule: Schedule) -> list[Action]:
-        """The computations of a schedule, by their ends."""
+        """The computations of a schedule in the order of their ends."""
         first = self.num_messages
         return [self.actions[number - first] for number in self.run(schedule).order if number >= first]
 
@@ -292,7 +293,7 @@ class Costs:
 
 
 def costs_for(num_stages: int, costs: Costs | StageCost | None) -> Costs:
-    """The costs of every stage. A StageCost counts for each stage; by default F, I and W take one second each.
+    """The costs of every stage. A StageCost applies to each stage; by default F, I and W take one second each.
 
     Raises a ShardingError for any other type, and for costs of another number of stages.
     """

@@ -21,8 +21,8 @@ from shardc.schedules.trace import Sent, Trace, TraceArgs, TraceName, TraceSlice
 class Timeline:
     """The start of each task in seconds from the first one.
 
-    ``clock``: which started the tasks. ``ranks``: the lanes that compute. ``peak_bytes``: the most bytes alive on each
-    of them.
+    ``clock``: the clock that started the tasks. ``ranks``: the lanes that compute. ``peak_bytes``: the most bytes alive
+    on each of them.
     """
 
     tasks: tuple[Task, ...]
@@ -63,7 +63,7 @@ class Timeline:
         return tuple(max(map(self.end, row), default=0) - start for row, start in zip(rows, starts, strict=True))
 
     def waited(self, rank: Hashable) -> Mapping[Hashable, float]:
-        """For each task the seconds for which a rank computes nothing until it ends."""
+        """For each task, the seconds for which a rank computes nothing while it waits for the task's end."""
         waited, now, reasons = dict[Hashable, float](), 0.0, self.reasons
         for task in self.on(rank):
             start = self.starts[task.name]
@@ -87,13 +87,13 @@ class Timeline:
 
     @property
     def idle_fraction(self) -> float:
-        """The idle part of all ranks' time, between 0 and 1."""
+        """The idle fraction of all ranks' time, between 0 and 1."""
         total = self.makespan * len(self.ranks)
         return 1 - sum(self.work) / total if total else 0
 
     @property
     def critical_path(self) -> tuple[Task, ...]:
-        """Tasks of which each waited for the previous one, up to the last end: a longer one delays that end."""
+        """Tasks up to the last end, each of which waited for the one before: a longer one delays that end."""
         by_name, reasons = {task.name: task for task in self.tasks}, self.reasons
         last = max(self.tasks, key=self.end, default=None)
         path = []

@@ -1,4 +1,4 @@
-"""Plans with their prices, and which of them are better."""
+"""Plans with their prices, and the order of preference among them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from shardc.search.pricing.price import Price
 from shardc.search.space.plan import Plan
 from shardc.search.task import Task
 
-EQUAL = 1e-6  # figures that differ by less are equal
-WORTH = 1e-4  # a change makes a figure better by this part at least
+EQUAL = 1e-6  # relative difference below which two figures count as equal
+WORTH = 1e-4  # relative gain that makes a change worthwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +22,11 @@ class Found:
     price: Price
 
     def figure(self, task: Task) -> float:
-        """What is to be small: its time, or its memory."""
+        """The figure that the task minimizes: the plan's time or its memory."""
         return task.figure(self.price.seconds, self.price.peak)
 
     def rank(self, task: Task) -> tuple[object, ...]:
-        """A smaller rank is better: what fits, then the objective, the shortest plan, the other of time and memory."""
+        """A sort key, best plan first: excess over the memory, the objective, length of the plan, the other figure."""
         excess = task.excess(self.price.peak)
         figure, other = self.figure(task), task.figure(self.price.peak, self.price.seconds)
         annotations = self.plan.annotations
@@ -35,7 +35,7 @@ class Found:
         return excess, _rounded(figure), size, _rounded(other), len(text), f"{self.plan.mesh}", text
 
     def is_better(self, other: Found, task: Task) -> bool:
-        """Whether it is worth a change: it fits and the other does not, or its figure is clearly less."""
+        """Whether it exceeds the memory by less than the other or, at equal excess, has a clearly smaller figure."""
         excess, excess_of_other = (task.excess(each.price.peak) for each in (self, other))
         if excess != excess_of_other:
             return excess < excess_of_other
@@ -43,12 +43,12 @@ class Found:
 
 
 def _rounded(figure: float) -> int:
-    """A number that is the same for figures that are equal up to rounding, nearly always."""
+    """A whole number that is nearly always the same for figures that are equal up to rounding."""
     return floor(log(figure) / EQUAL) if figure > 0 else 0
 
 
 def frontier(found: Iterable[Found]) -> list[Found]:
-    """The plans that take less memory than every faster one."""
+    """The Pareto frontier: the plans that take less memory than every faster plan, the fastest first."""
     kept: list[Found] = []
     for each in sorted(found, key=lambda each: (each.price.seconds, each.price.peak)):
         if not kept or each.price.peak < kept[-1].price.peak:

@@ -1,7 +1,7 @@
-"""Hints: options that would make a plan faster and change its numbers, which the search leaves to the user.
+"""Hints: options that would make a plan faster but change its numerical results, so that the user has to choose them.
 
-They are about gradients and parameters that ranks with different samples send each other. Each is compiled whole, so
-that its figures are those of ``shardc.compile``.
+They concern the gradients and parameters that ranks with different samples send each other. Each hint is compiled for
+the whole model, so its figures are those of ``shardc.compile``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardc.search.pricing.whole import Cost, WholePlans, cost_of
 from shardc.search.space.plan import Plan
 from shardc.wire import ACTIVATIONS
 
-GAIN = 0.1  # the part of a step that a hint saves at least
+GAIN = 0.1  # fraction of a step that a hint has to save
 CODEC, EVERY = "int8", 20
 
 
@@ -47,7 +47,7 @@ def hints(whole: WholePlans, plan: Plan) -> tuple[str, ...]:
 
 
 def _slow_axes(program: Program, plan: Plan) -> list[str]:
-    """The axes of samples along which ranks are in different nodes; all of them where none are."""
+    """The axes that cut samples and cross nodes; if none crosses nodes, all axes that cut samples."""
     machine, inputs = program.options.machine, inputs_of(program, "input").values()
     of_samples = {part.name for node in inputs for part in _first_cut(program, node)}
     axes = [axis.name for axis in plan.axes if axis.name in of_samples]
@@ -55,7 +55,7 @@ def _slow_axes(program: Program, plan: Plan) -> list[str]:
 
 
 def _sent(program: Program, axes: Sequence[str]) -> Counter[str]:
-    """What is sent over some of these axes: the seconds on the links in a step of gradients, and of parameters."""
+    """Seconds on the links in a step, by content (gradients, parameters), of collectives over any of these axes."""
     nodes, contents, sent = {node.name: node for node in program.calls}, Contents(program), Counter[str]()
     for each in collectives_of(program):
         node = sender(nodes, each.name)
@@ -89,23 +89,23 @@ def _in_groups(whole: WholePlans, plan: Plan, axes: Sequence[str], program: Prog
 
 
 def _inferred(plan: Plan, program: Program, axis: str) -> dict[str, P]:
-    """Annotations of the inputs that are cut over the axis with others, which groups need."""
+    """Annotations for the inputs that are cut over the axis by inference alone; groups need them spelled out."""
     annotated = {pattern.removeprefix("input:") for pattern in plan.annotations}
     inputs = {name: node for name, node in inputs_of(program, "input").items() if name not in annotated}
-    axes = plan.stage_mesh.axis_names  # and none of microbatches
+    axes = plan.stage_mesh.axis_names  # without the axis of microbatches
     firsts = {name: [part.name for part in _first_cut(program, node)] for name, node in inputs.items()}
     cuts = {name: tuple(each for each in names if each in axes) for name, names in firsts.items()}
     return {name: P(names if len(names) > 1 else axis, ...) for name, names in cuts.items() if axis in names}
 
 
 def _first_cut(program: Program, node: fx.Node) -> Sequence[AxisPart]:
-    """What cuts the first dim of an input."""
+    """The axes that cut the first dim of an input."""
     dims = program.sharding(node).dims
     return dims[0].all_axes if dims else ()
 
 
 def _changed(whole: WholePlans, plan: Plan, before: Cost, **options: Any) -> Cost | None:
-    """The cost of a step with further options, a part of an outer step in it; None where they are of no use."""
+    """The cost of a step with further options, its share of an outer step included; None if they are of no use."""
     try:
         compiled = whole.compiler.compiled(plan, **options)
     except REFUSALS:

@@ -1,4 +1,4 @@
-"""Pipelines: plans for a part of the devices, with stages of the model on each part."""
+"""Pipelines: each stage of the model runs on its own part of the devices, all parts with the same plan."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from shardc.search.task import Task
 
 AXIS = "pp"
 PER_STAGE = (1, 2, 4, 8)  # microbatches, in multiples of the number of stages
-UNEVEN = 1.2  # the fullest stage has so many times an even part of what is stored
+UNEVEN = 1.2  # assumed ratio of the fullest stage's stored bytes to an even share
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A plan with a pipeline, and what it is likely to take before it is compiled."""
+    """A plan with a pipeline, and its time and peak memory as estimated before it is compiled."""
 
     plan: Plan
     seconds: float
@@ -26,7 +26,7 @@ class Estimate:
 
 
 def num_stages_of(task: Task, num_parts: int) -> list[int]:
-    """The numbers of stages that are tried: those that divide the devices, a part for each unless they are fixed."""
+    """The numbers of stages to try: divisors of the number of devices, at most ``num_parts`` unless they are fixed."""
     if task.pipelines is not None and not any(task.pipelines):
         return []
     most = task.devices if task.pipelines else min(task.devices, num_parts)
@@ -37,11 +37,11 @@ def num_stages_of(task: Task, num_parts: int) -> list[int]:
 def with_stages(
     plan: Plan, price: Price, num_stages: int, num_samples: int, fixed: Sequence[Pipeline | None] | None = None
 ) -> Iterator[Estimate]:
-    """A plan for the devices of one stage, priced for the whole model, with several numbers of microbatches.
+    """Estimates with several numbers of microbatches, from a plan for one stage's devices priced for the whole model.
 
-    A stage takes its part of the time, and the first microbatch reaches the last stage after all others. The plan's
-    activations are those of the whole batch, of which a stage keeps those of as many microbatches as there are stages.
-    ``fixed``: the pipelines that are allowed, where they are.
+    A stage takes its share of the time, plus the time until the first microbatch has passed all other stages. The price
+    has the activations of the whole batch; a stage keeps those of at most as many microbatches as there are stages.
+    ``fixed``: the only pipelines to try, if they are fixed.
     """
     options = (
         fixed

@@ -1,7 +1,7 @@
 """The pool: sets of decisions that are worth a mesh axis, found on a mesh of one axis.
 
-Decisions are compared one by one. Where there are many, those of like layers that no list of blocks has, such as the
-stages of a network, are compared as one *group*; the search changes them one by one in its best plans.
+Decisions are compared one by one. If there are many, those of similar layers outside of the lists of blocks, such as
+the stages of a network, are compared as one *group*. The search changes them one by one in its best plans.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from shardc.search.space.meshes import cuts_well
 from shardc.search.space.plan import Axis, Cuts, Plan
 from shardc.search.task import Task
 
-NUM_KEPT = 2  # sets that are best by one figure
-NUM_POOL = 3  # sets of the pool that are tried beside others with samples, and in refinement
-MOST = 10  # groups that are added and dropped one by one
-MANY = 20  # decisions, more than which are compared in groups
-LARGEST = 8  # ranks of the axis on which sets are compared
+NUM_KEPT = 2  # best sets to keep for each figure
+NUM_POOL = 3  # sets with samples to try as a second axis, and sets to try in refinement
+MOST = 10  # most groups that a climb adds and drops one by one
+MANY = 20  # decisions; if there are more, they are compared in groups
+LARGEST = 8  # most ranks of the axis on which sets are compared
 
 Prices = tuple[Price, ...]  # over links inside a node, and over links between nodes if there are any
 Figure = Callable[[Prices], float]
@@ -35,21 +35,21 @@ FIGURES: tuple[Figure, ...] = (
 
 @dataclass(eq=False)
 class Pool:
-    """Compares sets of decisions, all of them on one axis. ``prices``: of those that were compared."""
+    """Compares sets of decisions, each set on a mesh of one axis. ``prices``: those of the sets compared so far."""
 
     pricer: Pricer
     task: Task
     prices: dict[Cuts, Prices | None] = field(default_factory=dict)
 
     def groups(self, decisions: Iterable[Decision]) -> list[Cuts]:
-        """The decisions that some axis can cut, those of like layers together where there are many."""
+        """The decisions that some axis can cut; if there are many, those of similar layers form one group."""
         return _groups([each for each in decisions if self._may_cut(each.size)])
 
     def distinct(self, start: Cuts, groups: Iterable[Cuts]) -> list[Cuts]:
-        """The groups that make a difference when they are added to ``start``, without those that make the same one.
+        """The groups that change the price when they are added to ``start``, without duplicates.
 
-        Two groups make the same difference if both together cost what each of them costs alone. Cuts of two like layers
-        cost the same one by one, but not together.
+        Two groups are duplicates if both together cost what each of them costs alone. Cuts of two similar layers are
+        none: they cost the same one by one, but not together.
         """
         found: dict[Prices, list[Cuts]] = {}
         for group in groups:
@@ -66,15 +66,15 @@ class Pool:
         return cuts_well(size, ranks)
 
     def foremost(self, start: Cuts, groups: Sequence[Cuts]) -> list[Cuts]:
-        """The groups that gain the most beside ``start``, in time or in time and memory."""
+        """The groups that gain most when added to ``start``, in time or in the product of time and memory."""
         orders = [self._by_gain(start, groups, figure) for figure in FIGURES]
         return list(dict.fromkeys(each for rank in zip(*orders, strict=True) for each in rank))[:MOST]
 
     def sets(self, start: Cuts, groups: Sequence[Cuts]) -> list[Cuts]:
-        """Sets around ``start``, the best by each figure first.
+        """Sets that contain ``start``, the best by each figure first.
 
-        Where to cut all parameters by rows, or all by columns, is better than what the climb from ``start`` reaches,
-        there is a climb from there too: a chain of layers may have to change as a whole.
+        If cutting all parameters by rows, or all by columns, is better than the result of the climb from ``start``,
+        a second climb begins there: a chain of layers may have to change as a whole.
         """
         most = start.union(*groups)
         for figure in FIGURES:
@@ -88,7 +88,7 @@ class Pool:
         return list(dict.fromkeys((*alone, *(cuts for rank in zip(*best, strict=False) for cuts, _ in rank))))
 
     def _climb(self, start: Cuts, groups: Sequence[Cuts], figure: Figure, cuts: Cuts = frozenset()) -> float:
-        """Add the groups that gain most, in the order of what each gains alone, then drop those that cost by now.
+        """Toggle the groups in two passes, in the order of their gains alone, and keep each change that gains.
 
         ``cuts``: the set to begin with, by default ``start``, which stays in it. Returns the best figure.
         """
@@ -102,7 +102,7 @@ class Pool:
         return lowest
 
     def _by_gain(self, start: Cuts, groups: Iterable[Cuts], figure: Figure) -> list[Cuts]:
-        """The groups by what each gains alone beside ``start``, the best first."""
+        """The groups in the order of their gains when each is added to ``start`` alone, the best first."""
         return sorted(groups, key=lambda each: self._figure(start | each, figure))
 
     def _figure(self, cuts: Cuts, figure: Figure) -> float:
@@ -110,7 +110,7 @@ class Pool:
         return inf if prices is None else figure(prices)
 
     def price(self, cuts: Cuts) -> Prices | None:
-        """The price of a set on one axis for one block; None where it cannot be compiled."""
+        """The prices of a set on one axis for one block; None if it cannot be compiled."""
         if cuts not in self.prices:
             size = min([LARGEST, self.task.devices, *(each.size for each in cuts)])
             plan = Plan((Axis("axis", size, cuts),))
@@ -119,7 +119,7 @@ class Pool:
 
 
 def toggled(cuts: Cuts, group: Cuts) -> Cuts:
-    """The set without a group that is in it, or with one that is not."""
+    """The set without the group if it contains the group, else with it."""
     return cuts - group if group <= cuts else cuts | group
 
 
@@ -134,7 +134,7 @@ def in_order(cuts: Cuts) -> list[Decision]:
 
 
 def _groups(decisions: Sequence[Decision]) -> list[Cuts]:
-    """Each decision by itself; of many, those of parameters whose names differ in the first number alone together."""
+    """A group for each decision; if there are many, one for parameters whose names differ only in the first number."""
     groups: dict[object, list[Decision]] = {}
     for each in decisions:
         seed = each.seeds[0]
@@ -145,5 +145,5 @@ def _groups(decisions: Sequence[Decision]) -> list[Cuts]:
 
 
 def _along(decisions: Iterable[Decision], dim: int) -> Cuts:
-    """The decisions that cut this dim of a parameter where they begin."""
+    """The decisions of parameters whose first seed is in this dim."""
     return frozenset(each for each in decisions if each.kind == "parameters" and each.seeds[0].dim == dim)

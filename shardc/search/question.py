@@ -1,4 +1,4 @@
-"""The arguments of ``suggest`` as a task: devices and links by name, bytes in text, and what is fixed."""
+"""Turn the arguments of ``suggest`` into a task: names of devices and links, bytes as text, and fixed parts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardc.search.task import Objective, Task
 
 AXES = ("dp", "tp", "cp", "ep", "pp")  # and dp2, ...
 MESH = "mesh"
-FIXED = {name: KINDS[name][0] for name in ("remat", "precision", "pipeline")}  # options whose value is one of a kind
+FIXED = {name: KINDS[name][0] for name in ("remat", "precision", "pipeline")}  # options with values of one type
 NAMES = (*AXES, MESH, "zero", *FIXED, "overlap", "saved")
 
 
@@ -38,7 +38,7 @@ def question(
     optimizer: str,
     remats: Sequence[Remat],
 ) -> Task:
-    """The task that the arguments of ``suggest`` describe. Raises an OptionError for one that has no meaning."""
+    """The task that the arguments of ``suggest`` describe. Raises an OptionError for an argument without a meaning."""
     machine = cluster(links, device, devices, nodes)
     if objective not in get_args(Objective):
         remedy = did_you_mean(str(objective), get_args(Objective)) or "say 'time' or 'memory'"
@@ -70,7 +70,7 @@ def question(
 
 
 def sample_axes(annotations: Mapping[str, P], names: Names) -> frozenset[str]:
-    """The axes by which annotations cut the first dim of an input. ``names``: those of a model's values, by kind."""
+    """The axes by which annotations cut the first dim of an input. ``names``: names of a model's values, by kind."""
     of_inputs = [
         spec for pattern, spec in annotations.items() if any(kind == "input" for kind, _ in named_by(pattern, names))
     ]
@@ -78,14 +78,14 @@ def sample_axes(annotations: Mapping[str, P], names: Names) -> frozenset[str]:
 
 
 def check_counts(**counts: Any) -> None:
-    """Raise an OptionError for a number that counts and is none from 1 on."""
+    """Raise an OptionError for a count that is no whole number of 1 or more."""
     for name, count in counts.items():
         if type(count) is not int or count < 1:
             raise OptionError("suggest", f"{name}={count!r}", "it counts from 1 on", f"say {name}=8")
 
 
 def _checked(annotations: Mapping[str, Any]) -> dict[str, P]:
-    """The annotations. Raises a ShardingError for one that belongs to a mesh, as DTensor's placements do."""
+    """The annotations. Raises a ShardingError for one that is bound to a mesh, such as DTensor's placements."""
     for pattern, spec in annotations.items():
         if not isinstance(spec, P):
             problem = "the search has many meshes, and finds the axes of an annotation by their names"
@@ -94,7 +94,7 @@ def _checked(annotations: Mapping[str, Any]) -> dict[str, P]:
 
 
 def _fixed(fix: Any, axes: Collection[str], devices: int) -> dict[str, tuple[Any, ...]]:
-    """By name the values of ``fix`` that are allowed. Raises an OptionError for a name or a value that no plan has.
+    """The allowed values of each name in ``fix``. Raises an OptionError for a name or a value that no plan can have.
 
     ``axes``: the names of axes in the user's annotations.
     """
@@ -121,7 +121,7 @@ def _is_axis(name: str, axes: Collection[str]) -> bool:
 
 
 def _judged(name: str, value: Any, devices: int) -> tuple[bool, str]:
-    """Whether a plan can have a value of ``fix``, and what to say instead."""
+    """Whether a plan can have a value of ``fix``, and the remedy if it cannot."""
     if name in FIXED:
         kind = FIXED[name]
         return value is None or isinstance(value, kind), f"say None or a shardc.{kind.__name__}"
@@ -143,7 +143,7 @@ def _is_mesh(text: Any, devices: int) -> bool:
 
 
 def _mesh_sizes(text: Any) -> tuple[int, ...]:
-    """The sizes in ``4x2`` in order, those of one rank left out."""
+    """The sizes in ``4x2`` in ascending order, without those of one rank."""
     return tuple(sorted(int(each) for each in str(text).split("x") if each != "1"))
 
 
@@ -152,7 +152,7 @@ def _stage(value: Any) -> int:
 
 
 def _limit(memory: float | str | None, device: Device) -> float:
-    """The bytes that a rank has: those of its device where none are said, and no limit where these are not known."""
+    """The bytes of memory of a rank: by default those of its device, or infinity if these are not known."""
     if memory is None:
         return device.capacity or float("inf")
     return memory if memory == float("inf") else bytes_of(memory)
@@ -161,7 +161,10 @@ def _limit(memory: float | str | None, device: Device) -> float:
 def with_batch(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], batch: int | None
 ) -> tuple[Sequence[Any], Mapping[str, Any], int]:
-    """A call with ``batch`` samples, and their number: the first dim of the first tensor and of those like it."""
+    """The call with ``batch`` samples, and their number.
+
+    Samples are the first dim of the first tensor, and of all tensors whose first dim has the same size.
+    """
     leaves, _ = call_leaves(model.forward, args, kwargs)
     lengths = [value.shape[0] for _, value in leaves if isinstance(value, torch.Tensor) and value.ndim]
     if batch is None or not lengths:

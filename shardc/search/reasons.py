@@ -1,6 +1,6 @@
-"""Why a plan is as it is: for each choice, what the best plan without it costs; and what its copies cost.
+"""Reasons for a plan: for each choice, the cost of the best plan without it; and the cost of its copies.
 
-The cost of a plan that was not compiled whole is ``about`` that of the chosen one, times the ratio of their estimates.
+A cost marked ``about`` is of a plan that was not compiled whole: the chosen plan's cost times the ratio of estimates.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from shardc.search.pricing.whole import Copying, WholePlans
 from shardc.search.space.plan import Plan
 from shardc.search.suggestion import python_text
 
-Alternative = tuple[str, str, Callable[[Plan], bool]]  # the choice and the other one, in words; whether a plan has that
+Alternative = tuple[str, str, Callable[[Plan], bool]]  # a choice and its alternative in words; whether a plan has that
 
 
 def reasons(chosen: Plan, whole: WholePlans, estimates: Mapping[Plan, Found]) -> tuple[str, ...]:
     """A sentence for each choice of a plan that was compiled whole, for each idle axis, and for its copies.
 
-    ``estimates``: the plans that were priced by a few blocks.
+    ``estimates``: the plans that were priced from a few blocks.
     """
     cost, task = whole.costs[chosen], whole.task
     found = {plan: whole.found(plan) for plan in whole.costs}
@@ -63,14 +63,14 @@ def _has_other(plan: Plan, name: str, option: Any) -> Callable[[Plan], bool]:
 
 
 def corrected(other: Found, chosen: Found, estimate: Found) -> Found:
-    """The estimate of another plan, corrected by the factors by which that of the chosen plan was wrong."""
+    """The estimate of another plan, scaled by the errors of the chosen plan's estimate."""
     time, memory = chosen.price.seconds / estimate.price.seconds, chosen.price.peak / estimate.price.peak
     computing, exposed, peak = time * other.price.computing, time * other.price.exposed, memory * other.price.peak
     return replace(other, price=replace(other.price, computing=computing, exposed=exposed, peak=round(peak)))
 
 
 def _beside(whole: WholePlans, chosen: Plan, other: Found) -> str:
-    """What another plan costs, beside the chosen one."""
+    """The cost of another plan in words, compared with that of the chosen one."""
     price, cost = other.price, whole.costs[chosen]
     about = "" if other.plan in whole.costs else "about "
     slower = f"{price.seconds / cost.seconds - 1:+.1%}"
@@ -85,7 +85,7 @@ def _idle_text(axis: str, size: int) -> str:
 
 
 def _copying_text(copying: Copying) -> str:
-    """What copies to the tier below cost."""
+    """The cost of copies to the tier below, in words."""
     copied = f"copies to the tier below and back: {bytes_text(copying.nbytes)} a step"
     if copying.seconds is None or copying.waited is None:
         return copied

@@ -1,4 +1,4 @@
-"""Refinement: one thing of a good plan is changed at a time, until no change makes it better."""
+"""Refinement: change one thing of a good plan at a time, until no change makes it better."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from shardc.search.search import Search
 from shardc.search.space.meshes import is_possible
 from shardc.search.space.plan import Axis, Cuts, Plan
 
-NUM_REFINED = 2  # meshes
-CLEARLY = 1.05  # one block hides less of what is sent than several do
+NUM_REFINED = 2  # meshes whose best plans are refined
+CLEARLY = 1.05  # tolerance, since one block hides less communication than several do
 
-Move = Callable[[Plan], Iterator[Plan]]  # changes of one thing of a plan
+Move = Callable[[Plan], Iterator[Plan]]  # yields a plan with one thing changed
 
 
 def refine(search: Search) -> None:
     """Refine the best plans of the best meshes that a search has found."""
-    of_mesh: dict[str, Found] = {}  # other options of a plan are among its changes
+    of_mesh: dict[str, Found] = {}  # one plan for each mesh: other options are among its changes
     for each in search.best(len(search.found)):
         of_mesh.setdefault(str(each.plan.mesh), each)
     refinement = _Refinement(search)
@@ -35,15 +35,15 @@ def refine(search: Search) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Refinement:
-    """Changes of the plans of a search."""
+    """Refines the plans of a search."""
 
     search: Search
 
     def run(self, start: Found, moves: Sequence[Move], clearly: float = CLEARLY) -> None:
-        """Change one thing of a plan, go on from the better one, and end once no change of it makes it better.
+        """Apply the moves in turn to the best plan so far, until none of them makes it better.
 
-        ``clearly``: a plan that takes longer for one block, by more than this factor, is not priced for all of them.
-        Where that price needs a compile of the whole model, the factor is 1.
+        ``clearly``: a plan that is slower for one block by more than this factor is not priced for all blocks. The
+        factor is 1 if that price takes a compilation of the whole model.
         """
         best, num_in_vain = start, 0
         clearly = clearly if self.search.pricer.whole is None else 1.0
@@ -58,13 +58,13 @@ class _Refinement:
                 return
 
     def moves(self, plan: Plan) -> list[Move]:
-        """A group more or less on an axis, other cuts of an axis, another ``Zero``."""
+        """The moves that add or drop a group on an axis, take other cuts for an axis, or another ``Zero``."""
         axes = range(len(plan.axes))
         more_or_less = [partial(self._with_group, i, each) for i in axes for each in self.search.changes]
         return [*more_or_less, *(partial(self._with_other_cuts, i) for i in axes), self._with_other_zero]
 
     def single(self, plan: Plan) -> list[Move]:
-        """One annotation more or less, at any seed of any decision."""
+        """The moves that add or drop one annotation, at any seed of any decision."""
         places = [frozenset({each}) for decision in self.search.decisions for each in decision.by_seed()]
         return [partial(self._with_group, i, each) for i in range(len(plan.axes)) for each in places]
 
@@ -72,7 +72,7 @@ class _Refinement:
         return self._with_cuts(plan, i, toggled(plan.axes[i].cuts, group))
 
     def _with_other_cuts(self, i: int, plan: Plan) -> Iterator[Plan]:
-        """Another dim of inputs, a set of the pool, rows in place of columns, positions in another order."""
+        """Cut another dim of inputs, take a set of the pool, swap rows and columns, or reorder positions."""
         axis = plan.axes[i]
         inputs = frozenset(each for each in chain(*self.search.changes) if each.kind in ("samples", "inputs"))
         swaps = product(in_order(inputs & axis.cuts), in_order(inputs - axis.cuts))
@@ -90,7 +90,7 @@ class _Refinement:
         yield from (replace(plan, zero=zero) for zero in (None, *zeros))
 
     def _with_cuts(self, plan: Plan, i: int, cuts: Cuts) -> Iterator[Plan]:
-        """The plan with other cuts of an axis; where some are dropped, also with parameters stored in pieces anyway."""
+        """The plan with other cuts of an axis; if some are dropped, also with ZeRO 3 over the axis in their place."""
         changed = self._with_axis(plan, i, replace(plan.axes[i], cuts=cuts))
         if not is_possible(changed.axes):
             return
@@ -101,7 +101,7 @@ class _Refinement:
                 yield stored
 
     def _with_axis(self, plan: Plan, i: int, axis: Axis) -> Plan:
-        """The plan with another axis in place of its ``i``-th; axes are named by what they cut now."""
+        """The plan with another axis in place of its ``i``-th; axes are renamed after their new cuts."""
         axes = (*plan.axes[:i], axis, *plan.axes[i + 1 :])
         sizes, cuts = [each.size for each in axes], [each.cuts for each in axes]
         named = self.search.axes(sizes, cuts, [each.name for each in axes])

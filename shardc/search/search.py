@@ -1,13 +1,13 @@
-"""The search: which plan of a model takes the least time, or memory, on a number of devices.
+"""The search for the plan of a model that takes the least time, or memory, on a number of devices.
 
-It goes from small questions to large ones. Every plan is priced by the compiler's own program for it.
+It goes from small questions to large ones. Every price is computed from the program that the compiler makes of a plan.
 
 1. Cuts of one axis (``pool.py``): sets of decisions that are worth an axis, over fast links and over slow ones.
 2. Meshes: all shapes of one, two and three axes, each axis with a set of the pool.
-3. Options: ZeRO for the fastest of these plans, and recomputation where memory asks for it.
-4. Refinement (``refine.py``): one thing of the best plans is changed at a time, until nothing gets better.
+3. Options: ZeRO for the fastest of these plans, and recomputation if memory is short.
+4. Refinement (``refine.py``): change one thing of the best plans at a time, until no change makes them better.
 
-All of it is deterministic. Of plans whose figures are equal up to rounding,
+The search is deterministic. Of plans whose figures are equal up to rounding,
 the one with fewer options and annotations is better.
 """
 
@@ -29,18 +29,18 @@ from shardc.search.task import Progress, Task
 
 BREADTH = 8
 BREADTH_OF_STAGES = 2  # for the devices of a pipeline's stage
-NUM_SIMPLE, NEAR = 3, 1.02  # short plans that are compiled whole where they take no longer than this times the best
-AMPLE = 0.5  # a plan with a peak of less than this part of the memory need not save any
-GAIN = 0.8  # options make a plan no faster than this part of its time
+NUM_SIMPLE, NEAR = 3, 1.02  # short plans that are compiled whole if their time is within this factor of the best
+AMPLE = 0.5  # a plan with a peak below this fraction of the memory need not save memory
+GAIN = 0.8  # options are assumed to reduce a plan's time to no less than this fraction
 
 
 @dataclass(eq=False)
 class Search:
-    """The search of one model, whose ``found`` plans grow while it runs.
+    """The search for plans of one model. ``found`` grows while it runs.
 
     ``decisions``: those that change the program. ``data`` and ``model``: the pool, sets of cuts with the samples and
-    without them. ``changes``: the groups, and decisions, that are most worth a change of a plan. ``breadth``: how many
-    plans, or pairs of sets, go on to the next question; three times as many plans where none fits.
+    without them. ``changes``: the groups and decisions that are most worth changing in a plan. ``breadth``: the number
+    of plans, or pairs of sets, that go on to the next question; three times as many plans if none fits.
     """
 
     pricer: Pricer
@@ -54,7 +54,7 @@ class Search:
     found: dict[Plan, Found] = field(default_factory=dict)
 
     def run(self, decisions: Iterable[Decision]) -> None:
-        """Search but for the refinement; ``best`` has the best plans so far at any time."""
+        """Search without refinement. ``best`` returns the best plans so far at any time."""
         pool = Pool(self.pricer, self.task)
         nothing, groups = frozenset[Decision](), pool.groups(decisions)
         of_samples = [group for group in groups if all(each.kind == "samples" for each in group)]
@@ -75,7 +75,7 @@ class Search:
         self.tell("with options")
 
     def for_stages(self, num_stages: int) -> list[Found]:
-        """The plans for the devices of one stage of a pipeline: those that no other is better than."""
+        """The plans for the devices of one stage of a pipeline that no other beats in both time and memory."""
         part = Search(self.pricer, self.task.of_stage(num_stages), breadth=BREADTH_OF_STAGES)
         part.data, part.model = self.data[:2], self.model[:2]
         part._meshes()
@@ -83,7 +83,7 @@ class Search:
         return frontier(part.found.values())
 
     def best(self, count: int = 1) -> list[Found]:
-        """The best plans so far, one for each mesh and set of options, and for each price on axes of such sizes."""
+        """The best plans so far: one for each mesh and set of options, and one for each price and sizes of axes."""
         kinds, prices, best = set[object](), set[object](), list[Found]()
         for each in sorted(self.found.values(), key=lambda each: each.rank(self.task)):
             mesh = str(each.plan.mesh)
@@ -95,7 +95,7 @@ class Search:
         return best[:count]
 
     def finalists(self, count: int) -> list[Found]:
-        """The best plans, and those of the fewest annotations that one block tells to be about as good."""
+        """The best plans, and those with the fewest annotations among plans of about the same estimated time."""
         best = self.best(count)
         most = NEAR * best[0].price.seconds if best else 0.0
         near = [each for each in self._fitting(self.found.values()) if each.price.seconds <= most]
@@ -109,10 +109,10 @@ class Search:
         self.progress(f"{len(self.found)} plans {which}{best}")
 
     def price(self, plan: Plan, than: Plan | None = None, clearly: float = 1 / GAIN) -> Found | None:
-        """The plan with its price, kept among those found; None where it is not allowed or cannot be compiled.
+        """Price a plan and keep it in ``found``; None if it is not allowed or cannot be compiled.
 
-        ``than``: another plan; None where one block tells that this one is ``clearly`` worse than that: in time by this
-        factor, and in memory too unless there is much more than that one needs.
+        ``than``: another plan. The result is None as well if this one is worse on one block: slower by more than the
+        factor ``clearly``, and no smaller in memory, unless ``than`` needs only a part of the memory.
         """
         if plan in self.found:
             return self.found[plan]
@@ -127,13 +127,13 @@ class Search:
         return self.found[plan]
 
     def has_plenty(self, plan: Plan) -> bool:
-        """Whether there is much more memory than a plan needs that was found."""
+        """Whether time is the objective and a plan in ``found`` needs only a part of the memory."""
         return self.task.objective == "time" and self.found[plan].price.peak < AMPLE * self.task.memory
 
     def is_worse(self, plan: Plan, than: Plan, clearly: float, has_plenty: bool) -> bool:
-        """Whether one block tells that a plan is worse than another, in time by a factor, or cannot be compiled.
+        """Whether on one block a plan cannot be compiled, or is slower than another by more than a factor, ``clearly``.
 
-        In memory too, unless there is plenty of it.
+        It also has to need as much memory as the other, unless ``has_plenty``.
         """
         few, other = (self.pricer.of_few(each, (self.task.machine,)) for each in (plan, than))
         if few is None or other is None:
@@ -143,9 +143,9 @@ class Search:
     # Meshes.
 
     def _meshes(self) -> None:
-        """Plans on meshes of up to three axes, those of samples before the others.
+        """Price plans on meshes of up to three axes, mostly with the axes of samples first.
 
-        Where there are annotations, an axis may also cut nothing but what these say.
+        If there are given annotations, an axis may also cut nothing beyond what they say.
         """
         nothing = [frozenset[Decision]()] * bool(self.task.given)
         data, model = [*self.data, *nothing], [*self.model, *nothing]
@@ -162,17 +162,17 @@ class Search:
                 self._on_shapes([(each, each) for each in self.data[:2]], 2, blank)
             every = chain([(each,) * 3 for each in nothing], _triples(pairs, model))
             triples = self._allowed(dict.fromkeys(every), 3)
-            most = self.breadth // 2 if self.found else 2 * self.breadth  # three axes may be all that is allowed
+            most = self.breadth // 2 if self.found else 2 * self.breadth  # perhaps only three axes are allowed
             self._on_shapes(list(islice(triples, most)), 3, blank)
 
     def _allowed(self, sets: Iterable[tuple[Cuts, ...]], num_axes: int) -> Iterator[tuple[Cuts, ...]]:
-        """The sets for so many axes that are allowed on some shape."""
+        """The sets for ``num_axes`` axes that the task allows on some shape."""
         for each in sets:
             if any(self.task.allows(self.axes(shape, each)) for shape in self._shapes(num_axes)):
                 yield each
 
     def _best_pairs(self, pairs: Sequence[tuple[Cuts, ...]], blank: Plan) -> list[tuple[Cuts, ...]]:
-        """The pairs that are best with one block on the most even shape, by time and by time and memory in turn."""
+        """The best pairs for one block on the most even shape: by time and by time times memory, in turn."""
         shape = next(iter(self._shapes(2)), None)
         if shape is None:
             return []
@@ -186,7 +186,7 @@ class Search:
         return list(dict.fromkeys(in_turn))[: self.breadth]
 
     def _shapes(self, num_axes: int) -> list[tuple[int, ...]]:
-        """The shapes of meshes, even ones first."""
+        """The shapes of meshes with ``num_axes`` axes, the most even first."""
         every = shapes(self.task.devices, num_axes)
         return sorted(every, key=lambda shape: (max(shape) / min(shape), shape[::-1]))
 
@@ -196,13 +196,13 @@ class Search:
             self.price(replace(blank, axes=self.axes(shape, each)), fastest.plan if fastest else None)
 
     def axes(self, shape: Sequence[int], cuts: Sequence[Cuts], names: Sequence[str] = ()) -> tuple[Axis, ...]:
-        """Axes of these sizes and cuts, with the names that they have in this task; ``names``: those that they had."""
+        """Axes of these sizes and cuts, with their names in this task. ``names``: their names so far."""
         return named_axes(shape, cuts, self.task.given_axes, self.task.sample_axes, names)
 
     # Options.
 
     def _options(self) -> None:
-        """ZeRO for plans that cut samples alone and for the fastest; recomputation where they do not fit with it."""
+        """Try ZeRO on plans that cut samples alone and on the fastest, and recomputation if they do not fit with it."""
         num_tried, best = 0, float("inf")
         for base in sorted(self.found.values(), key=_samples_alone_then_time):
             is_enough = num_tried >= self.breadth * (1 if best < float("inf") else 3)
@@ -222,11 +222,11 @@ class Search:
         return [each for each in found if each.price.peak <= self.task.memory]
 
     def _with_zero(self, plan: Plan, axes: Iterable[str]) -> list[Found]:
-        stages = [stage for stage in self.task.stages if stage > 1] or self.task.stages  # 1 takes the time of 2
+        stages = [stage for stage in self.task.stages if stage > 1] or self.task.stages  # stage 1 takes as long as 2
         return self._priced(replace(plan, zero=zero) for zero in self.zeros(plan, axes, stages))
 
     def zeros(self, plan: Plan, axes: Iterable[str], stages: Iterable[int]) -> Iterator[Zero]:
-        """ZeRO over each axis; and over all, where backward gathers over those within nodes, or over the last one."""
+        """ZeRO over each axis; and over all, with backward gathering over those inside nodes (the last, if all are)."""
         names, chosen = tuple(axes), [stage for stage in stages if stage]
         yield from (Zero(name, stage) for name in names for stage in chosen)  # type: ignore[arg-type]
         inside = tuple(name for name in names if self._is_inside(plan, name))
@@ -242,7 +242,7 @@ class Search:
         return mesh.axis_size(name) > 1 and machine.link((name,), mesh) == machine.of_axis(name)
 
     def _with_all_cut(self, plan: Plan) -> list[Found]:
-        """FSDP by annotation: every parameter cut over an axis of samples, where the plan cuts none otherwise."""
+        """FSDP by annotation: cut every parameter over an axis of samples, if the plan cuts samples alone."""
         if plan.zero or not _cuts_samples_alone(plan) or 0 not in self.task.stages:
             return []
         annotations = tuple(plan.annotations.items())
@@ -258,7 +258,7 @@ class Search:
 
 
 def _triples(pairs: Iterable[tuple[Cuts, ...]], model: Iterable[Cuts]) -> Iterator[tuple[Cuts, ...]]:
-    """Pairs of sets with a third one between them: of the model, or of samples again, as where nodes share no model."""
+    """Pairs of sets with a third set in between: one of the model, or the first again (samples across and in nodes)."""
     for first, second in pairs:
         yield from ((first, other, second) for other in (*model, first) if other != second or not other)
 

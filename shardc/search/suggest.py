@@ -1,4 +1,4 @@
-"""``shardc.suggest``: the plans that are best for a model on a number of devices."""
+"""``shardc.suggest``: find the best plans for a model on a number of devices."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from shardc.search.task import Objective, Progress, Task
 from shardc.search.variants import compile_variants
 from shardc.wire import Wire, check_wire, wire_on
 
-NUM_WHOLE = 3  # plans that are compiled whole, with a pipeline and without, at least
-PROMISING = 1.15  # a pipeline is compiled where it is estimated to take no longer than the best plan by this factor
+NUM_WHOLE = 3  # plans compiled whole: at least this many without a pipeline, at most with one
+PROMISING = 1.15  # a pipeline is compiled if its estimated time is within this factor of the best plan's
 
 
 def suggest(
@@ -63,33 +63,33 @@ def suggest(
     Args:
         model: parameters may be on meta; nothing is computed.
         devices: the number of ranks.
-        args: of a call of the model with the whole batch, on any device or on meta.
-        kwargs: those of that call by name.
-        annotations: what must stay; the search fills in the rest.
-        memory: bytes that a rank has, or a text such as ``"80GB"``; by default those of the device, if they are known.
+        args: positional arguments of a call of the model with the whole batch, on any device or on meta.
+        kwargs: keyword arguments of that call.
+        annotations: annotations that must stay; the search adds others.
+        memory: bytes of memory of a rank, or a text such as ``"80GB"``; by default that of the device, if it is known.
             ``float("inf")`` sets no limit.
         links: ``"nvlink"``, or ``("nvlink", "infiniband")`` inside and between nodes: presets or ``Link``s; a
             ``Machine``; a file that ``shardc bench-links`` measured.
         device: a preset, ``"h100"``, or a ``Device``.
-        nodes: how many nodes the devices are in.
-        batch: the samples of a step, where they are not those of the call.
-        fix: the size of an axis, ``{"tp": 4}``, which may be one that ``annotations`` name, of all axes in any order,
-            ``{"mesh": "4x2"}``, or an option, ``{"zero": 3}``, ``{"pipeline": None}``, ``{"overlap": None}``; a list
-            allows each of its values.
+        nodes: the number of nodes that the devices are in.
+        batch: the number of samples of a step, if it is not that of the call.
+        fix: what every plan must have: the size of an axis, ``{"tp": 4}``, also of one that ``annotations`` name; the
+            sizes of all axes in any order, ``{"mesh": "4x2"}``; or an option, ``{"zero": 3}``, ``{"pipeline": None}``,
+            ``{"overlap": None}``. A list allows each of its values.
         objective: ``"time"`` of a step, or ``"memory"`` at its peak.
-        optimizer: whose states are stored.
-        wire: what all plans send in codes, as in ``compile``; an axis that a plan lacks has no effect.
+        optimizer: the optimizer whose states are stored.
+        wire: the codecs of all plans, as in ``compile``; entries for an axis that a plan lacks have no effect.
         top: the number of suggestions.
         progress: called with a line of text now and then.
 
     Returns:
-        Suggestions, which ``shardc.parallelize(model, **suggestion)`` takes. Each was compiled whole: its figures are
-        those of ``shardc.compile``. Where none fits in memory, the nearest come first. The first one has ``hints``:
-        codecs and groups that would make it faster and change numbers, so that no plan has them by itself. Ctrl-C ends
-        the search, and the best plans so far are returned.
+        Suggestions; ``shardc.parallelize(model, **suggestion)`` takes each of them. Each was compiled whole, so its
+        figures are those of ``shardc.compile``. If none fits in memory, the nearest come first. The first one has
+        ``hints``: codecs and groups that would make it faster but change numerical results, so the search never chooses
+        them. Ctrl-C ends the search and returns the best plans so far.
 
     Raises:
-        ShardingError: for arguments that have no meaning, or where no plan keeps what is fixed.
+        ShardingError: for arguments without a meaning, or if no plan keeps what is fixed.
         CaptureError: for a model that cannot be captured.
     """
     kwargs = kwargs or {}
@@ -116,7 +116,7 @@ def suggest(
 class _Suggesting:
     """One call of ``suggest``.
 
-    State: ``whole``, plans compiled whole, with their costs; ``short``, annotations by axes and what is written.
+    State: ``whole``, plans compiled whole, with their costs; ``short``, shortened annotations by axes and ``written``.
     """
 
     num_samples: int
@@ -128,7 +128,7 @@ class _Suggesting:
     short: dict[object, Annotations] = field(default_factory=dict)
 
     def run(self) -> Suggestions:
-        """Search, compile the best plans whole, and say why they are as they are."""
+        """Search, compile the best plans whole, and give the reasons for each."""
         tensors = tensors_of(self.pricer.few, self.whole.compiler.model, self.task.given)
         search = Search(self.pricer, self.task, self.progress)
         staged: list[Plan] = []
@@ -159,12 +159,12 @@ class _Suggesting:
         for num_stages in num_stages_of(self.task, num_parts(self.whole.compiler.model)):
             found = self._estimates(search, num_stages, limit)
             if found and not (estimates or self.pricer.longer or self._can_compile(found[0].plan)):
-                break  # a model that is compiled whole takes long, and some have no microbatches
+                break  # a whole model takes long to compile, and some models allow no microbatches
             estimates += found
         return [each.plan for each in sorted(estimates, key=self._rank)[:NUM_WHOLE]]
 
     def _estimates(self, search: Search, num_stages: int, limit: float) -> list[Estimate]:
-        """Plans with so many stages that are likely to take no more than ``limit`` seconds, the best first."""
+        """Plans with ``num_stages`` stages whose estimated time is at most ``limit`` seconds, the best first."""
         estimates = [
             estimate
             for each in search.for_stages(num_stages)
@@ -181,7 +181,7 @@ class _Suggesting:
         return plan in self.whole.costs
 
     def _bound(self) -> float:
-        """Seconds of all computing, evenly on all devices."""
+        """A lower bound in seconds: all computation, spread evenly over all devices."""
         one = self.pricer.of_all(Plan((Axis("dp", 1),)), (self.task.machine,))
         return one[0].computing / self.task.devices if one else 0.0
 
@@ -202,7 +202,7 @@ class _Suggesting:
         return machine.link((axis,), plan.mesh).name
 
     def _annotations(self, plan: Plan) -> Annotations:
-        """The annotations of a plan, shortened; found once for plans that differ in options alone."""
+        """The shortened annotations of a plan, found once for plans that differ in options alone."""
         few, key = self.pricer.few, (plan.axes, plan.written)
         if key not in self.short:
             cuts = few.cuts(plan.stage_mesh, plan.annotations)
@@ -212,7 +212,7 @@ class _Suggesting:
         return self.short[key]
 
     def _nothing(self) -> Exception:
-        """Why nothing was found: what ``compile`` says of what is fixed on one rank, if it refuses that too."""
+        """The error if nothing was found: that of ``compile`` for the fixed parts on one rank, if it refuses them."""
         axes = tuple(Axis(name, 1) for name in self.task.given_axes or ("dp",))
         plan = Plan(axes, tuple(self.task.given.items()), **self.task.fixed_options)
         try:

@@ -1,4 +1,4 @@
-"""A suggestion: a plan that was compiled whole, with what it costs and why each part of it was chosen."""
+"""A suggestion: a plan that was compiled whole, with its cost and the reasons for each of its choices."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ KEYS = ("mesh", "annotations", *OPTIONS, "links", "optimizer", "wire")
 
 @dataclass(frozen=True, slots=True)
 class Suggestion(Mapping[str, Any]):
-    """A plan for a model, and what it costs: the arguments of ``shardc.parallelize`` and ``shardc.compile`` by name.
+    """A plan for a model and its cost, as a mapping of arguments of ``shardc.parallelize`` and ``shardc.compile``.
 
-    ``links``: the machine of the prediction. ``cost``: of the program compiled whole. ``memory_limit``: the bytes that
-    a rank has, or None. ``reasons``: a sentence for each choice, with what the next best one costs. ``axis_links``: the
-    link of each axis. ``hints``: what would be faster and changes numbers, which is for you to choose; of the best
-    plan.
+    ``links``: the machine of the prediction. ``cost``: the cost of the program compiled whole. ``memory_limit``: the
+    bytes of memory of a rank, or None. ``reasons``: a sentence for each choice, with the cost of the next best one.
+    ``axis_links``: the link of each axis. ``hints``: options that would be faster but change numerical results, for you
+    to choose; only the best plan has them.
     """
 
     mesh: Mesh
@@ -73,7 +73,7 @@ class Suggestion(Mapping[str, Any]):
 
     @property
     def excess(self) -> int:
-        """The bytes by which the plan does not fit in memory; 0 where it does."""
+        """The bytes by which the plan exceeds the memory; 0 if it fits."""
         return 0 if self.memory_limit is None else max(0, self.cost.memory["peak"] - self.memory_limit)
 
     @property
@@ -140,8 +140,9 @@ class Suggestion(Mapping[str, Any]):
 class Suggestions(tuple[Suggestion, ...]):
     """Suggestions, the best first.
 
-    ``bound``: seconds that no plan of the search can fall below: all computing, evenly on all devices, with nothing to
-    wait for. ``compiled``: programs that the search compiled. ``candidates``: all plans that were priced.
+    ``bound``: a lower bound in seconds for all plans of the search: all computation, spread evenly over all devices,
+    without any wait. ``compiled``: the number of programs that the search compiled. ``candidates``: all plans that were
+    priced.
     """
 
     bound: float
@@ -151,14 +152,14 @@ class Suggestions(tuple[Suggestion, ...]):
     def __new__(
         cls, found: Iterable[Suggestion], bound: float = 0.0, compiled: int = 0, candidates: Iterable[Candidate] = ()
     ) -> Suggestions:
-        """Suggestions that were found, with what else is known of the search."""
+        """Make suggestions of those found, with the other results of the search."""
         self = super().__new__(cls, found)
         self.bound, self.compiled, self.candidates = bound, compiled, tuple(candidates)
         return self
 
 
 def suggested(suggestions: Suggestions, model: str) -> Suggested:
-    """The record of what ``suggest`` returned for a model, which is not empty."""
+    """The record of the suggestions for a model, of which there has to be at least one."""
     first, machine = suggestions[0], suggestions[0].links
     entry = MachineEntry(machine.links, machine.device, machine.node or None, machine.between)
     return Suggested(
@@ -172,7 +173,7 @@ def _entry(zero: Zero) -> ZeroEntry:
 
 
 def _saved_text(entry: Any) -> str | None:
-    """An entry of ``saved`` as one types it on the command line: ``tp+host``."""
+    """An entry of ``saved`` in the syntax of the command line: ``tp+host``."""
     how = saved_as(entry)
     return None if how is None else "+".join([*how.axes, *filter(None, [how.to])])
 
@@ -185,7 +186,7 @@ def plan_text(mesh: Mesh, options: Mapping[str, Any]) -> str:
 
 
 def python_text(option: Any) -> str:
-    """An option as Python code; fields that have their defaults are left out, but for those that are always said."""
+    """An option as Python code, without fields that have their defaults, except for a few that are always shown."""
     if not is_dataclass(option):
         return repr(dict(option) if isinstance(option, Mapping) else option)
     said = {"axis", "stage", "microbatches", "schedule"}
@@ -196,7 +197,7 @@ def python_text(option: Any) -> str:
 
 
 def _argument(option: Any) -> str:
-    """An option as Python code that knows ``shardc`` alone."""
+    """An option as Python code in which every name is qualified by ``shardc``."""
     if isinstance(option, Mapping):
         return f"{{{', '.join(f'{key!r}: {_qualified(entry)}' for key, entry in option.items())}}}"
     return "shardc." * is_dataclass(option) + python_text(option)

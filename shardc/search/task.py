@@ -1,4 +1,4 @@
-"""What a search is asked: devices, their links and memory, and what is fixed."""
+"""The task of a search: devices, their links and memory, and the parts of a plan that are fixed."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from shardc.search.space.plan import Axis, Plan
 from shardc.wire import Wire
 
 Objective = Literal["time", "memory"]
-Progress = Callable[[str], None]  # is told what a search does
+Progress = Callable[[str], None]  # receives lines about what a search does
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A question to the search.
+    """The task of a search.
 
-    ``memory``: bytes that a rank has. ``given``: annotations that stay, which cut the first dim of an input by the
-    ``sample_axes``. ``fix``: what is fixed, as the user says it, by name the values that are allowed. ``sizes``: those
-    that an axis may have, by its name; an axis that a plan does not have has one rank. ``meshes``: the sizes of axes
-    that a mesh may have, in any order; None for all. ``stages``: of ZeRO, 0 for none. ``remats``, ``precisions`` and
-    ``pipelines``: the options that a plan may have; of a pipeline, the ones with any number of stages where
-    ``pipelines`` is None. ``overlaps`` and ``saved``: the same of these options, which are left to the search where
-    they are None. ``wire``: what all plans send in codes.
+    ``memory``: bytes of memory of a rank. ``given``: annotations that stay. ``sample_axes``: the axes by which they cut
+    the first dim of an input. ``fix``: the allowed values of each fixed part, by name, as the user wrote them.
+    ``sizes``: the allowed sizes of axes, by name; an axis that a plan lacks has one rank. ``meshes``: the allowed sizes
+    of a mesh's axes, in ascending order; None for all. ``stages``: the allowed stages of ZeRO, 0 for none. ``remats``,
+    ``precisions``: the allowed options. ``pipelines``, ``overlaps``, ``saved``: likewise; None leaves them to the
+    search. ``wire``: the codecs of all plans.
     """
 
     devices: int
@@ -49,12 +48,12 @@ class Task:
 
     @property
     def fixed_options(self) -> dict[str, Any]:
-        """The first of the options that may be fixed, with which plans are searched for."""
+        """The first allowed values of ``overlap`` and ``saved``, if they are fixed; the search begins with these."""
         return {name: values[0] for name, values in {"overlap": self.overlaps, "saved": self.saved}.items() if values}
 
     @property
     def extremes(self) -> tuple[Machine, ...]:
-        """The machine as if all devices were in one node, and, with several, as if each were in a node of its own."""
+        """The machine with all devices in one node and, if there are several nodes, with each device in its own."""
         links, device, between = self.machine.links, self.machine.device, self.machine.between
         inside = Machine(links, device)
         return (inside,) if between is None else (inside, Machine({"*": between}, device))
@@ -78,11 +77,11 @@ class Task:
 
     @property
     def may_recompute(self) -> bool:
-        """Whether it is left to the search what is recomputed."""
+        """Whether the search may choose to recompute, and may choose not to."""
         return None in self.remats and any(self.remats)
 
     def permits(self, plan: Plan) -> bool:
-        """Whether a plan has options that are allowed, and stages where they are fixed."""
+        """Whether a plan has allowed options and an allowed number of stages."""
         stage = plan.zero.stage if plan.zero else 0
         is_budget = plan.remat is not None and plan.remat.budget is not None and self.may_recompute
         has_remat = is_budget or plan.remat in self.remats
@@ -96,22 +95,22 @@ class Task:
         return stage in self.stages and has_remat and has_pipeline and has_stages and has_precision and has_others
 
     def of_stage(self, num_stages: int) -> Task:
-        """The task for the devices of one stage of a pipeline, which have the memory of all stages."""
+        """The task for the devices of one pipeline stage, priced for the whole model with the memory of all stages."""
         sizes = {name: each for name, each in self.sizes.items() if name != "pp"}
         meshes = self.meshes and [_without(num_stages, each) for each in self.meshes if num_stages in each]
         devices, memory = self.devices // num_stages, num_stages * self.memory
         return replace(self, devices=devices, memory=memory, sizes=sizes, meshes=meshes)
 
     def excess(self, peak: float) -> float:
-        """The bytes of a peak that a rank does not have."""
+        """The bytes by which a peak exceeds the memory of a rank."""
         return max(0.0, peak - self.memory)
 
     def figure(self, seconds: float, peak: float) -> float:
-        """What is to be small."""
+        """The figure to minimize: the seconds or the peak."""
         return seconds if self.objective == "time" else peak
 
 
 def _without(size: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The sizes without one of this size."""
+    """The sizes without the first one of this size."""
     at = sizes.index(size)
     return sizes[:at] + sizes[at + 1 :]

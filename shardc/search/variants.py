@@ -1,4 +1,4 @@
-"""Variants of plans that were compiled whole: what is chosen for the whole model, and ways to fit in memory."""
+"""Variants of plans that were compiled whole: choices that need the whole model, and ways to fit in memory."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from shardc.search.pricing.price import Pricer
 from shardc.search.pricing.whole import WholePlans
 from shardc.search.space.plan import Plan
 
-NUM_RECOMPUTED = 4  # best plans, of which each that computes blocks again is tried with less of that
-NUM_BUDGETS = 4  # of what is saved, until a plan fits
-NUM_RINGED, CLEARLY = 3, 0.99  # best plans that are tried with rings, if these take less than this part of the time
-NUM_OFFLOADED = 3  # plans that do not fit, of which parts are tried in host memory
+NUM_RECOMPUTED = 4  # best plans; each that recomputes blocks is tried with less recomputation
+NUM_BUDGETS = 4  # budgets of saved bytes to try until a plan fits
+NUM_RINGED, CLEARLY = 3, 0.99  # best plans that are tried with rings, if these take less than this fraction of the time
+NUM_OFFLOADED = 3  # plans that do not fit and are tried with parts in host memory
 
 
 def compile_variants(whole: WholePlans, pricer: Pricer) -> None:
-    """Compile what may be better than the best plan: ways to fit, those that change least first, then rings."""
+    """Compile variants that may be better than the best plan: ways to fit, the least changes first, then rings."""
     blocks = pricer.blocks
     whole.compile(reordered(whole))
     _compute_or_save(whole, blocks)
@@ -47,10 +47,10 @@ def reordered(whole: WholePlans) -> Iterator[Plan]:
 
 
 def recompute_less(whole: WholePlans, plan: Plan) -> None:
-    """Compile a plan that saves as much as there is memory for, where it computed all of its blocks again.
+    """For a plan that recomputes all of its blocks: compile variants that save as much as there is memory for.
 
-    What the peak holds besides changes with what is saved, so that some budgets are tried, each with less than the one
-    before, and none after one that is too slow.
+    The rest of the peak changes with what is saved, so several budgets are tried, each smaller than the one before,
+    until a variant fits or is too slow.
     """
     memory, less = whole.task.memory, replace(plan, remat=None)
     is_short = plan.remat is not None and plan.remat.budget is None and memory < float("inf")
@@ -69,10 +69,10 @@ def recompute_less(whole: WholePlans, plan: Plan) -> None:
 
 
 def saved_otherwise(whole: WholePlans, blocks: str | None) -> Iterator[Plan]:
-    """Where memory is short: the best plan with what blocks save in pieces, in host memory, or both.
+    """If memory is short: the best plan with the values that blocks save in pieces, in host memory, or both.
 
-    Pieces are over an axis that does not cut the batch. Host memory takes the place of computing again; where nothing
-    fits otherwise it has what is left to save as well.
+    Pieces are cut over an axis that does not cut the batch. Host memory replaces recomputation; if the best plan does
+    not fit, both are tried together as well.
     """
     best, task = whole.ranked()[0], whole.task
     fits = whole.fits(best)
@@ -91,7 +91,7 @@ def saved_otherwise(whole: WholePlans, blocks: str | None) -> Iterator[Plan]:
 
 
 def _copies_too_much(whole: WholePlans, best: Plan, num_pieces: int) -> bool:
-    """Whether one copy of all that is saved without computing again takes longer than a step of the best plan."""
+    """Whether copying all that is saved without recomputation, once, takes longer than a step of the best plan."""
     without = whole.costs.get(replace(best, remat=None))
     if without is None:
         return False
@@ -100,7 +100,7 @@ def _copies_too_much(whole: WholePlans, best: Plan, num_pieces: int) -> bool:
 
 
 def offloaded(whole: WholePlans) -> Iterator[Plan]:
-    """The plans that come nearest, with the optimizer in host memory, and with parameters too."""
+    """The plans that come nearest to fitting, with the optimizer in host memory, and with parameters there too."""
     nearest = whole.ranked()[:NUM_OFFLOADED]
     zeros = {plan: plan.zero or Zero(plan.axes[0].name, 3) for plan in nearest}
     yield from (replace(plan, zero=replace(zero, offload=OPTIMIZER)) for plan, zero in zeros.items())
@@ -108,7 +108,7 @@ def offloaded(whole: WholePlans) -> Iterator[Plan]:
 
 
 def in_rings(whole: WholePlans, pricer: Pricer) -> Iterator[Plan]:
-    """The best plans that fit, with products in rings where one block tells that these make it clearly faster."""
+    """The best plans that fit, with products in rings if these make one block clearly faster."""
     task = whole.task
     for plan in filter(whole.fits, whole.ranked()[:NUM_RINGED] if task.objective == "time" else ()):
         block = replace(plan, remat=None, saved=None, pipeline=None, num_stages=1)

@@ -1,4 +1,4 @@
-"""Modules of one list that differ in nothing but the values of tensors and of some attributes."""
+"""Alike blocks: modules of one list that differ only in the values of tensors and of some attributes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from shardc.capture.model import override_attribute
 from shardc.capture.model_state import model_state
 from shardc.capture.signature import State, fingerprint
 
-MIN_ALIKE = 3  # blocks; one that stands for others is traced twice
-MIN_MODULES = 3  # of a block, itself among them; a smaller one is traced as fast as it is looked up
+MIN_ALIKE = 3  # blocks; a template takes two traces
+MIN_MODULES = 3  # of a block, itself included; a smaller one is traced as fast as it is looked up
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 Attribute = tuple[str, str]  # the path of a module in a block, and a name
@@ -23,9 +23,9 @@ Attribute = tuple[str, str]  # the path of a module in a block, and a name
 
 @dataclass(eq=False)
 class Alike:
-    """Blocks of one structure, by path. ``differing``: the attributes that have not one value in all of them.
+    """Blocks of one structure, by path. ``differing``: the attributes whose values differ between the blocks.
 
-    State: ``read``, those of them that a block has read where it was traced apart; ``attempts``, how many were.
+    State: ``read``, the differing attributes that traced blocks have read; ``attempts``, the number of templates tried.
     """
 
     blocks: Mapping[str, nn.Module]
@@ -34,15 +34,16 @@ class Alike:
     attempts: int = 0
 
     def count_like(self, block: nn.Module) -> int:
-        """How many of the blocks have what one has, itself among them, of the attributes that are read."""
+        """The number of blocks, ``block`` included, with its values of the attributes in ``read``."""
         values = values_of(block, self.read)
         return sum(values_of(each, self.read) == values for each in self.blocks.values())
 
     @contextmanager
     def noting(self, block: nn.Module, read: set[Attribute]) -> Iterator[None]:
-        """In the block of code differing attributes of one of the blocks that are read are added to ``read``.
+        """In the block of code, add to ``read`` each differing attribute of ``block`` that is read.
 
-        They are taken from the modules, so that torch is asked for them. Inside of ``borrow``, which gives them back.
+        The attributes are removed from the modules, so that torch's ``__getattr__`` is asked for them. To be used
+        inside ``borrow``, which restores them.
         """
         hidden, own_getattr = dict[tuple[int, str], tuple[Attribute, Any]](), nn.Module.__getattr__
         modules = dict(block.named_modules())
@@ -63,7 +64,7 @@ class Alike:
 
 
 def values_of(block: nn.Module, attributes: Set[Attribute]) -> Hashable:
-    """What a block has for attributes."""
+    """The fingerprints of a block's values of these attributes."""
     if not attributes:
         return ()
     modules = dict(block.named_modules())
@@ -71,7 +72,7 @@ def values_of(block: nn.Module, attributes: Set[Attribute]) -> Hashable:
 
 
 def alike_blocks(model: nn.Module) -> list[Alike]:
-    """The blocks of a model that are alike, the outermost; those with hooks inside are left out, which may do anything.
+    """The outermost alike blocks of a model. Blocks with hooks inside are left out, since hooks may do anything.
 
     To be called before anything is done to the model's modules.
     """
@@ -99,7 +100,7 @@ def _has_hooks(block: nn.Module) -> bool:
 
 
 def _can_be_noted(block: nn.Module, attributes: Set[Attribute]) -> bool:
-    """Whether torch is asked for attributes that modules lack: their classes have none of these names."""
+    """Whether torch's ``__getattr__`` is asked for these attributes if modules lack them: no class has their names."""
     modules = dict(block.named_modules())
     return not any(hasattr(type(modules[path]), name) for path, name in attributes)
 
@@ -113,7 +114,7 @@ def _modules(state: State) -> Iterator[tuple[str, Any, dict[str, Hashable]]]:
 
 
 def _structure(block: nn.Module, state: State) -> Hashable:
-    """What blocks that are alike have in common: all but the values of attributes."""
+    """The structure that alike blocks have in common: everything but the values of attributes."""
     names = tuple(tuple(vars(module)) for module in block.modules())  # a state lacks those that are None or empty
     modules = tuple((path, kind, tuple(attributes)) for path, kind, attributes in _modules(state))
     others = tuple(each for each in state if not (each[0].startswith("module ") and isinstance(each[1], tuple)))
@@ -121,7 +122,7 @@ def _structure(block: nn.Module, state: State) -> Hashable:
 
 
 def _differing(states: list[State]) -> frozenset[Attribute]:
-    """The attributes that have not one value in all states."""
+    """The attributes whose values differ between the states."""
     found = set[Attribute]()
     first = {path: attributes for path, _, attributes in _modules(states[0])}
     for state in states[1:]:

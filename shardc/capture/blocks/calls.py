@@ -1,4 +1,4 @@
-"""Calls of blocks that are alike: two nodes each in the graph of the model while that is traced, written out then."""
+"""Calls of alike blocks: each is two nodes, forward and backward, while the model is traced, then it is written out."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from shardc.capture.values.refusals import Unfit
 from shardc.program.node import is_getitem
 from shardc.program.provenance import Source
 
-MAX_TEMPLATES = 4  # of blocks that are alike but are not called alike; further calls are traced where they are
+MAX_TEMPLATES = 4  # for alike blocks that are called in different ways; further calls are traced in place
 _KEYS = count()
 _ALIVE: WeakValueDictionary[int, Placed] = WeakValueDictionary()  # by the key that torch's ops take
 
 
 @dataclass(eq=False)
 class Placed:
-    """A call of a block in the graph of the model. ``traced``: with the backward that it has, once it has one."""
+    """A call of a block in the graph of the model. ``traced``: its trace, with its own backward once it has one."""
 
     path: str
     block: nn.Module
@@ -45,13 +45,13 @@ class Placed:
         _ALIVE[self.key] = self
 
     def source_of(self, node: fx.Node) -> Source | None:
-        """The source of a node of the traced call as one of this block."""
+        """The source of a node of the traced call, with this block in place of the traced one."""
         traced, source = self.traced, self.traced.sources.get(node)
         if source is None:
             return None
         module = self.path + source.module.removeprefix(traced.path) if _is_in(source.module, traced.path) else ""
         ordinal = source.ordinal if source.ordinal < 0 else source.ordinal - traced.start + self.start
-        location = source.location or self.source.location  # of the line that calls a block of torch's own modules
+        location = source.location or self.source.location  # for torch's own modules the line that calls the block
         return Source(module or source.module, location, source.phase, self.source.marks, ordinal)
 
 
@@ -61,10 +61,10 @@ def _is_in(path: str, block: str) -> bool:
 
 @dataclass(eq=False)
 class BlockCalls:
-    """The calls of a model's alike blocks in one trace. ``check``, ``shapes``: of ``Template``.
+    """The calls of a model's alike blocks in one trace. ``check``, ``shapes``: those of ``Template``.
 
-    State: ``placed``, the calls that are nodes of the graph; ``templates`` by what they were traced for; ``states`` of
-    the blocks, by path, before the model runs.
+    State: ``placed``, the calls that are nodes of the graph; ``templates``, by the key of the calls that they stand
+    for; ``states``, those of the blocks before the model runs, by path; ``is_tracing``, whether a template is traced.
     """
 
     model: nn.Module
@@ -78,7 +78,7 @@ class BlockCalls:
     is_tracing: bool = False
 
     def stand_in(self) -> None:
-        """Let calls of the blocks come here until the model's attributes are given back."""
+        """Redirect calls of the blocks to this object until the model's attributes are restored."""
         with torch._C.DisableTorchFunction():  # modes would see each reading of a shape
             for alike in self.groups:
                 for path, block in alike.blocks.items():
@@ -101,20 +101,20 @@ class BlockCalls:
                 template = known or self._new_template(alike, key, path, call, forward)
                 if known is not None and not known.is_confirmed:
                     self._confirm(known, path, call, forward)
-            except Exception:  # it says what is wrong where it is traced
+            except Exception:  # if the block itself is wrong, tracing it in place raises the error
                 return forward(*args, **kwargs)
             return self._place(path, template, call)
 
         return call
 
     def _known(self, key: Hashable, block: nn.Module) -> Template | None:
-        """The template that stands for a call of a block already."""
+        """The template that already stands for a call of a block, or None."""
         return next((each for each in self.templates.get(key, ()) if each.stands_for(block)), None)
 
     def _new_template(
         self, alike: Alike, key: Hashable, path: str, call: BlockCall, forward: Callable[..., Any]
     ) -> Template:
-        """A call of a block, traced to stand for others. Raises a NotAlikeError where it would not for enough."""
+        """Trace a call of a block as a template. Raises a NotAlikeError if it would stand for too few blocks."""
         if alike.attempts == MAX_TEMPLATES or alike.count_like(call.block) < MIN_ALIKE:
             raise NotAlikeError
         alike.attempts += 1
@@ -124,9 +124,9 @@ class BlockCalls:
         return template
 
     def _confirm(self, template: Template, path: str, call: BlockCall, forward: Callable[..., Any]) -> None:
-        """Trace the forward of a second block too: what tells blocks apart besides attributes tells it from the first.
+        """Trace the forward of a second block too: this shows differences that are not in attributes.
 
-        Raises a NotAlikeError, in this trace for all calls of the template, which then stands for none.
+        If it differs, raises a NotAlikeError and drops the template; further calls of these blocks are traced in place.
         """
         with override_attribute(self, "is_tracing", True):
             second = Template(
@@ -142,7 +142,7 @@ class BlockCalls:
         template.is_confirmed = True
 
     def _place(self, path: str, template: Template, call: BlockCall) -> Any:
-        """The result of a call that becomes a node."""
+        """Make a node of a call, and return its result."""
         placed = Placed(path, call.block, template, self.tracker.place, self.tracker.count)
         self.placed.append(placed)
         results = _Call.apply(self, placed, *call.operands)
@@ -150,10 +150,10 @@ class BlockCalls:
         return template.returned(results, call.operands)
 
     def write_out(self, traced: fx.GraphModule) -> None:
-        """Put what each call computes in its place in the traced graph.
+        """Replace each call in the traced graph by the nodes that compute it.
 
-        Raises a NotAlikeError where the model has tensors of a block that it did not return, and an Unfit where it
-        still has them when blocks are traced where they are called.
+        Raises a NotAlikeError if the model has tensors that a block made and did not return, and an Unfit if it still
+        has such tensors when all blocks are traced in place.
         """
         if any(isinstance(tensor, (FakeTensor, FunctionalTensor)) for tensor in _constants(traced)):
             if self.placed:
@@ -221,7 +221,7 @@ class _Call(torch.autograd.Function):
         if placed.has_backward and traced is not placed.traced:
             raise NotAlikeError  # the model calls autograd.grad too, for other results
         if not template.stands_for(placed.block):
-            raise NotAlikeError  # the backward reads what forward did not
+            raise NotAlikeError  # the backward reads attributes that forward did not, and they differ
         placed.traced, placed.has_backward = traced, True
         gradients = iter(torch.ops.shardc.block_backward(placed.key, list(given.values())))
         if traced.backward:

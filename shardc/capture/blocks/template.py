@@ -1,4 +1,4 @@
-"""A block of a model that is traced apart: the graph of a call of it with its backward."""
+"""A template: the graph of one call of a block with its backward, traced apart from the model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shardc.capture.values.refusals import random_states, set_random_states
 from shardc.program.node import is_getitem, is_view, last_node
 from shardc.program.provenance import Phase, Source
 
-PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)  # what a block may take and return but tensors
+PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)  # leaves of calls and results, besides tensors
 
 
 class NotAlikeError(Exception):
@@ -46,7 +46,7 @@ class Tracker(Protocol):
 
     @property
     def place(self) -> Source:
-        """Where the model is."""
+        """The present place in the model."""
 
     def apart(self, path: str, stop: CodeType) -> AbstractContextManager[None]:
         """In the block of code it notes a separate trace: of the module at ``path``, which the code ``stop`` runs."""
@@ -54,7 +54,7 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """All of a tensor that a trace depends on."""
+    """Everything about a tensor that a trace depends on."""
 
     shape: tuple[Any, ...]
     stride: tuple[Any, ...]
@@ -71,7 +71,7 @@ class Layout:
 
     @property
     def key(self) -> Hashable:
-        """Equal to that of another layout where both are the same; symbolic sizes are compared by expression."""
+        """The layout as a hashable value; symbolic sizes are compared by their expressions."""
         sizes = tuple(each if isinstance(each, int) else each.node.expr for each in (*self.shape, *self.stride))
         return sizes, self.dtype, self.device, self.requires_grad
 
@@ -83,21 +83,21 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A tensor that a call is given, by its place among all of them."""
+    """A tensor that a call takes, by its index among all of them."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A tensor that a call makes and returns, by its place among all of them."""
+    """A tensor that a call makes and returns, by its index among all of them."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class Modes:
-    """Torch's modes: whether gradients are on, the default dtype, and of each kind of device what autocast does."""
+    """Torch's modes: whether gradients are on, the default dtype, and autocast's settings for each kind of device."""
 
     has_grad: bool
     default_dtype: torch.dtype
@@ -111,7 +111,7 @@ class Modes:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """In the block of code gradients are on or off, and autocast casts, as then."""
+        """In the block of code gradients and autocast are as in these modes."""
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self.has_grad))
             for kind, dtype, is_enabled in self.autocast:
@@ -121,10 +121,11 @@ class Modes:
 
 @dataclass(frozen=True, eq=False)
 class BlockCall:
-    """A call of a block: its arguments, taken apart, and the block's own tensors.
+    """A call of a block: its flattened arguments, and the block's own tensors.
 
-    ``leaves``: of the arguments, an Operand for a tensor; ``operands``: each tensor once. ``state``: the index of the
-    operand for each parameter and buffer of the block, by name; ``aliases``: further names; ``modes``: torch's.
+    ``leaves``: those of the arguments, with an Operand for each tensor; ``operands``: each tensor once. ``state``: for
+    each parameter and buffer of the block, by name, the index of its operand; ``aliases``: further names; ``modes``:
+    torch's modes.
     """
 
     block: nn.Module
@@ -137,7 +138,7 @@ class BlockCall:
 
     @staticmethod
     def of(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BlockCall:
-        """The call of a block with these arguments. Raises a NotAlikeError for arguments of other kinds."""
+        """The call of a block with these arguments. Raises a NotAlikeError for arguments that are not plain."""
         places, operands = dict[int, int](), list[Tensor]()
 
         def place(tensor: Tensor) -> int:
@@ -154,7 +155,7 @@ class BlockCall:
 
     @property
     def key(self) -> Hashable:
-        """Equal for calls that are traced alike, for blocks that are."""
+        """A hashable value that is equal for calls of alike blocks that have the same trace."""
         leaves = tuple((type(leaf), repr(leaf)) for leaf in self.leaves)  # -0.0 is not 0.0, 1 not True
         layouts = tuple(Layout.of(operand).key for operand in self.operands)
         return self.tree, leaves, tuple(self.state.items()), tuple(self.aliases.items()), layouts, self.modes
@@ -182,10 +183,11 @@ def _plain(value: Any) -> tuple[list[Any], Tree]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Traced:
-    """A traced call. ``given``: the key of the gradients that come in, for which ``tangents`` stand.
+    """A traced call. ``given``: the key of the incoming gradients, for which ``tangents`` stand.
 
-    ``gradients``: of the operands that require one, None where there is none. ``forward``, ``backward``: the nodes
-    between, in order. ``sources`` and the number of ops of forward, ``count``, are those of the block ``path``.
+    ``gradients``: those of the operands that require one, None for an operand without a gradient. ``forward``,
+    ``backward``: the nodes in between, in order. ``sources``, the ``start`` of forward's ordinals and their number,
+    ``count``, are those of the block at ``path``.
     """
 
     root: fx.GraphModule
@@ -203,19 +205,20 @@ class Traced:
 
     @property
     def gradient_layouts(self) -> list[Layout]:
-        """The layouts of the gradients that there are."""
+        """The layouts of the gradients that are not None."""
         return [Layout.of(node.meta["val"]) for node in self.gradients if node is not None]
 
 
 @dataclass(eq=False)
 class Template:
-    """A block that stands for those like it. ``call``: the one that is traced; ``shapes``: of the region of sizes.
+    """A traced block that stands for others like it. ``call``: the traced call; ``shapes``: those of the region.
 
-    ``check`` raises an error for a graph that may not stand for others. ``has_backward``: whether that is traced too.
+    ``check`` raises an error for a graph that may not stand for others. ``has_backward``: whether the backward is
+    traced too.
 
-    State: ``results``, the layouts of the tensors that it makes and returns; ``tree`` and ``leaves`` of all that it
-    returns, an Operand or a Result for a tensor; ``traced``, with the backward that it has for gradients like the
-    results; ``joints``, with that for other gradients; ``is_confirmed``, whether another block was traced alike.
+    State: ``results``, the layouts of the tensors that it makes and returns; ``tree`` and ``leaves``, those of its
+    output, with an Operand or a Result for each tensor; ``traced``, the trace, whose backward is for gradients like the
+    results; ``joints``, traces for other gradients; ``is_confirmed``, whether a second block has had the same trace.
     """
 
     model: nn.Module
@@ -240,19 +243,19 @@ class Template:
         self._values = values_of(self.call.block, self._read)
 
     def stands_for(self, block: nn.Module) -> bool:
-        """Whether a block that is alike has what this one has read of attributes."""
+        """Whether an alike block has the same values of the attributes that this one has read."""
         return values_of(block, self._read) == self._values
 
     def returned(self, results: Sequence[Tensor], operands: Sequence[Tensor]) -> Any:
-        """What a call returns, of the tensors that it makes and those that it was given."""
+        """The output of a call, from the tensors that it makes and its operands."""
         tensors = {Operand: operands, Result: results}
         leaves = (tensors[type(leaf)][leaf.index] if type(leaf) in tensors else leaf for leaf in self.leaves)
         return rebuild(self.tree, leaves)
 
     def joint(self, given: Mapping[int, Tensor]) -> Traced:
-        """The call with its backward, for gradients like these of results, by index.
+        """The trace of the call with a backward for gradients like these, by the index of the result.
 
-        Raises a NotAlikeError where the block does not compute what it did as the model ran.
+        Raises a NotAlikeError if the block's forward is not what it was as the model ran.
         """
         layouts = {i: Layout.of(gradient) for i, gradient in given.items()}
         key = _key(layouts)
@@ -266,7 +269,11 @@ class Template:
         return self.joints[key]
 
     def _trace(self, given: Mapping[int, Layout] | None) -> Traced:
-        """The call with its backward for gradients of these layouts; None for those of all results that have one."""
+        """Trace the call with its backward.
+
+        ``given``: the layouts of incoming gradients by the index of the result; None for one of each differentiable
+        result.
+        """
         found: dict[str, Any] = {}
 
         def run(*operands: Tensor) -> list[Tensor | None]:
@@ -289,7 +296,7 @@ class Template:
             fakes = [layout.empty(layout.requires_grad) for layout in self.layouts]
             root = make_fx(dispatch_functionalize(run, FunctionalTensorMode()), decompositions())(*fakes)
         if random_states() != before:
-            set_random_states(before)  # the numbers are drawn again where the block is traced
+            set_random_states(before)  # the numbers are drawn again when the block is traced in place
             raise NotAlikeError
         return self._traced(root, **found)
 
@@ -339,7 +346,7 @@ class Template:
         if tuple(islice(returned, len(operands))) != operands:
             raise NotAlikeError  # it writes to an argument or a buffer
         if any(_owner(node) in operands for node in results) or len({*map(_owner, results)}) < len(results):
-            raise NotAlikeError  # what is written to a result would be written to an argument
+            raise NotAlikeError  # a write to a result would be a write to an argument, or to another result
         self.check(root.graph)
         num_gradients = sum(layout.requires_grad for layout in self.layouts)
         rest = tuple(returned)
@@ -385,7 +392,7 @@ def _without_detach(node: fx.Node) -> fx.Node:
 
 
 def _owner(node: fx.Node) -> fx.Node:
-    """The node in whose memory the value of a node lies."""
+    """The node whose memory holds the value of a node."""
     while is_view(node) or (is_getitem(node) and is_view(node.all_input_nodes[0])):  # one of several views, as of chunk
         node = node.all_input_nodes[0]
     return node

@@ -1,1 +1,1 @@
-"""What a model does with the values of tensors while it is captured, when there are none."""
+"""Uses of the values of tensors in a model, which are unknown while it is captured."""

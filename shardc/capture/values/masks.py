@@ -1,9 +1,9 @@
-"""What a boolean mask selects, ``x[mask]``. How many rows that is depends on values, which are unknown during capture.
+"""Selections by a boolean mask, ``x[mask]``. Their number of rows depends on values, which are unknown during capture.
 
-Many losses and assignments need no such number: they are computed on all rows, and those of the mask count, so that one
-program holds for every mask. For any other use a mask becomes the indices of its elements, under a guard.
+Many losses and assignments do not need that number. They are computed on all rows, of which those in the mask count, so
+that one program holds for every mask. For any other use the mask becomes the indices of its elements, under a guard.
 
-``masked_scatter`` becomes a lookup in its source, under a guard that says whether samples keep to their own part of it.
+``masked_scatter`` becomes a lookup in its source, under a guard on whether each sample reads its own part of it alone.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ aten = torch.ops.aten
 
 
 class Masks:
-    """Runs functions of torch on what masks select, during one trace.
+    """Runs functions of torch on selections by masks, during one trace.
 
-    ``guards``: those of the trace. ``by_index``: each mask becomes the indices of its elements; else a selection stays
-    one, and a DynamicOutputShapeException is raised where a function without a rule takes it.
+    ``guards``: those of the trace. ``by_index``: whether each mask becomes the indices of its elements. If not, a
+    selection stays a ``Selection``, and a function that has no rule for it raises a DynamicOutputShapeException.
 
-    State: ``selections`` by the id of the tensor that stands for each in the model, of one row whose values mean
-    nothing; ``stand_ins``, the nodes of those tensors in the traced graph; ``indices`` of each mask; ``places``, the
-    user's lines that select.
+    State: ``selections``, by the id of the tensor that stands for each in the model, which is one row of meaningless
+    values; ``stand_ins``, the nodes of those tensors in the traced graph; ``indices``, those of each mask; ``places``,
+    the user's lines that select.
     """
 
     def __init__(self, guards: Guards, by_index: bool) -> None:
@@ -77,7 +77,7 @@ class Masks:
         return self._shown(result) if isinstance(result, Selection) else result
 
     def check(self, traced: fx.Graph) -> None:
-        """Raise a DynamicOutputShapeException where a result depends on what only stands for rows."""
+        """Raise a DynamicOutputShapeException if a result depends on a tensor that only stands for selected rows."""
         if not self.stand_ins.isdisjoint(ancestors(last_node(traced))):
             raise DynamicOutputShapeException(aten.index.Tensor)
 
@@ -85,7 +85,7 @@ class Masks:
         return self.selections[id(leaf)][1] if id(leaf) in self.selections else None
 
     def _shown(self, selection: Selection) -> Tensor:
-        """A tensor that stands for the rows of a selection in the model: one row."""
+        """A tensor of one row, which stands for the rows of a selection in the model."""
         graph = get_proxy_mode().tracer.graph  # type: ignore[union-attr]
         last = last_node(graph)
         result = selection.values.flatten(0, selection.mask.ndim - 1)[:1]
@@ -98,7 +98,7 @@ class Masks:
         is_number = bool(value) and (not isinstance(value[0], Tensor) or value[0].numel() == 1)
         is_lone = is_mask(index) and index.shape == x.shape[: index.ndim]
         if is_lone and value and not is_number and value[0].ndim <= x.ndim - index.ndim and value[0].dtype == x.dtype:
-            return x.copy_(torch.where(_spread(index.bool(), x), value[0], x))  # each row becomes the same one
+            return x.copy_(torch.where(_spread(index.bool(), x), value[0], x))  # the same value for each row
         if self.by_index:
             return func(x, index if is_number else self._by_index(index), *value)
         if any(self._selection(each) for each in (x, *_entries(index))):
@@ -119,10 +119,11 @@ class Masks:
         return x.copy_(torch.where(_spread(selection.mask, x), values, x))
 
     def _scattered(self, func: Any, x: Tensor, mask: Tensor, source: Tensor) -> Any:
-        """``x.masked_scatter(mask, source)``: the k-th place at which the mask is true takes the k-th of the source.
+        """``x.masked_scatter(mask, source)``: the k-th place where the mask is true takes the source's k-th element.
 
-        As a lookup, in each sample's own part of the source where all samples have as many places, which no cut of
-        the samples separates; else in all of it. NotImplemented where there is nothing to look up.
+        It becomes a lookup. If all samples have equally many places, each sample looks in its own part of the source,
+        and a cut of the samples separates none from its part. Else each looks in all of the source. NotImplemented if
+        there is nothing to look up.
         """
         full, mask = torch.broadcast_tensors(x, mask)
         at, shape = len(_own_shape(mask)), full.shape
@@ -152,7 +153,7 @@ class Masks:
         return x.copy_(result) if func in _IN_PLACE_SCATTER else result
 
     def _by_index(self, index: Any) -> tuple[Any, ...]:
-        """The index with each mask as the indices of its elements."""
+        """The index with the indices of its elements in place of each mask."""
         result: list[Any] = []
         for entry in _entries(index):
             if not is_mask(entry):
@@ -173,7 +174,7 @@ def is_mask(index: Any) -> bool:
 
 
 def _own_shape(mask: Tensor) -> tuple[int, ...]:
-    """The shape of a mask without the last dims, along which it is one value expanded."""
+    """The shape of a mask without the last dims along which it only repeats one value."""
     ndim = mask.ndim
     while ndim > 1 and (mask.shape[ndim - 1] == 1 or mask.stride(ndim - 1) == 0):
         ndim -= 1
@@ -181,9 +182,10 @@ def _own_shape(mask: Tensor) -> tuple[int, ...]:
 
 
 def _positions(mask: Tensor, start: int) -> Tensor:
-    """How many elements of a mask are true before each, of those with its indices in the dims before ``start``.
+    """For each element of a mask the number of true elements before it; for a false element it is one less.
 
-    Of an element that is false it is one less. Counted dim by dim: flattened, a cut of any but the first would be lost.
+    Only elements with the same indices in the dims before ``start`` count. The count goes dim by dim, since flattening
+    the mask would lose a cut of any dim but the first.
     """
     totals, result = mask.long(), torch.full_like(mask, -1, dtype=torch.long)
     for dim in reversed(range(start, mask.ndim)):
@@ -199,7 +201,11 @@ _MISSING = "samples more elements than the source has"
 
 
 def _parts_found(num_rows: int, numbers: Tensor) -> str:
-    """What a ``masked_scatter`` takes; ``numbers``: of places, and of samples that have others than their part."""
+    """The finding on a ``masked_scatter``: which part of the source samples take.
+
+    ``numbers``: the number of places; if the source divides into parts, also the number of samples whose places are
+    more or fewer than the rows of a part.
+    """
     num_places, *num_others = numbers.tolist()
     return _OWN if num_others == [0] else _UNEQUAL if num_places <= num_rows else _MISSING
 
@@ -209,7 +215,7 @@ def _entries(index: Any) -> tuple[Any, ...]:
 
 
 def is_same(one: fx.Node | None, other: fx.Node | None) -> bool:
-    """Whether two nodes compute the same: by the same ops on the same inputs, none of which is random."""
+    """Whether two nodes compute the same value: by the same ops, none of them random, on the same inputs."""
     pairs: list[tuple[Any, Any]] = [(one, other)]
     seen = set[tuple[int, int]]()
     while pairs:
@@ -232,10 +238,10 @@ def is_same(one: fx.Node | None, other: fx.Node | None) -> bool:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Selection:
-    """What a mask selects of a tensor, before it is known how many rows that is.
+    """The selection of a mask from a tensor, while the number of its rows is unknown.
 
-    ``mask``: of shape (*m,), computed by ``node``. ``values``: of shape (*m, *rest), those of all rows; where the mask
-    is false they are finite, and so are their derivatives.
+    ``mask``: of shape (*m,), computed by ``node``. ``values``: the values of all rows, of shape (*m, *rest). Where the
+    mask is false, they and their derivatives are finite.
     """
 
     mask: Tensor
@@ -253,7 +259,7 @@ class Selection:
         return self.values.ndim - self.mask.ndim
 
     def total(self, is_mean: bool, of_rows: bool = False) -> Tensor:
-        """The sum or mean of all selected elements, or ``of_rows``, which leaves the rest of the dims."""
+        """The sum or mean of all selected elements; with ``of_rows`` over the rows alone, so that other dims stay."""
         dims = range(self.mask.ndim if of_rows else self.values.ndim)
         total = zero_outside(self.mask, self.values).sum(tuple(dims))
         rest = 1 if of_rows else math.prod(self.values.shape[self.mask.ndim :])
@@ -261,7 +267,7 @@ class Selection:
 
 
 def zero_outside(mask: Tensor, values: Tensor) -> Tensor:
-    """The values, zero where the mask, which is over the leading dims, is false."""
+    """The values, but zero where the mask is false; the mask is over the leading dims."""
     return torch.where(_spread(mask, values), values, torch.zeros((), dtype=values.dtype, device=values.device))
 
 
@@ -274,7 +280,7 @@ def _spread(mask: Tensor, values: Tensor) -> Tensor:
 
 
 def _elementwise(func: Any, first: Selection, *args: Any, **kwargs: Any) -> Any:
-    """Each element of the result depends on one of each selection, and on others that are the same for every row."""
+    """An elementwise function: a result depends on one element of each selection, and on values shared by all rows."""
     others = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     is_same_rank = all(each.num_rest == first.num_rest for each in args if isinstance(each, Selection))
     if not is_same_rank or any(other.ndim > first.num_rest for other in others):
@@ -303,7 +309,7 @@ def _power(func: Any, first: Selection, x: Any, exponent: Any) -> Any:
 
 
 def _along_rest(func: Any, first: Selection, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """A function of each row, over dims that the mask leaves, on weights that are the same for every row."""
+    """A function of each row over dims that the mask leaves, with weights that are the same for every row."""
     has_one = isinstance(x, Selection) and not any(isinstance(leaf, Selection) for leaf in pytree.tree_leaves(args))
     if not has_one or not first.num_rest:
         return NotImplemented
@@ -354,7 +360,7 @@ def _loss(func: Any, first: Selection, *args: Any, **kwargs: Any) -> Any:
 
 
 def _cross_entropy(func: Any, first: Selection, *args: Any, **kwargs: Any) -> Any:
-    """A loss of rows of numbers, one for each class, and the rows' classes: rows outside of the mask are ignored."""
+    """A loss of rows with a number for each class, and of their target classes; it ignores rows outside the mask."""
     bound = inspect.signature(func).bind(*args, **kwargs)
     rows, classes = bound.arguments["input"], bound.arguments["target"]
     is_plain = bound.arguments.get("size_average") is bound.arguments.get("reduce") is None

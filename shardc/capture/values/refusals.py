@@ -1,4 +1,4 @@
-"""What a graph cannot repeat: errors with the user's line and module, and guards that check values in each run."""
+"""Errors for what a graph cannot repeat, with the user's line and module, and guards that check values in each run."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class Unfit(RuntimeError):
 
 
 class Refusals(TorchFunctionMode):
-    """Raises an Unfit for functions that tracing would silently leave out, or would fail at without a reason.
+    """Raises an Unfit for functions that tracing would silently leave out, or would fail at without a clear reason.
 
     ``reads_numbers``: the model's own lines may read whole numbers, each under a guard. State: ``is_user_read``,
-    whether the running function of torch reads values for the user's own line; None where no function is running.
+    whether the running function of torch reads values for the user's own line; None if no function is running.
     ``passed_over``: the places of checks that no step runs. ``gave_unknown``: whether a line of the user's has an
-    UnknownNumber. ``comparisons``: what comparing two whole numbers gave, where they may be read.
+    UnknownNumber. ``comparisons``: the results of comparing two whole numbers, if these may be read.
     """
 
     def __init__(self, reads_numbers: bool) -> None:
@@ -93,7 +93,7 @@ class Refusals(TorchFunctionMode):
             self.is_user_read = before
 
     def _whole_numbers(self, func: Any, args: Any) -> Any:
-        """What a function gives that reads or compares whole numbers; None for any other."""
+        """The result of a function that reads or compares whole numbers; None for any other."""
         if func is Tensor.tolist and is_whole(args[0]):
             return _nested(numbers(args[0]), args[0].shape)
         if func is Tensor.__int__ and args[0].is_floating_point():
@@ -111,10 +111,11 @@ class Refusals(TorchFunctionMode):
             return format(UnknownNumber(self.pass_over), spec) if spec else str(number)
 
     def _unknown(self, func: Any, x: Tensor, frame: FrameType | None, caller: FrameType | None) -> Any:
-        """What a reading of a value gives that is unknown during capture; raises the error that says so.
+        """The result of reading a value that is unknown during capture; else raises the present error again.
 
-        ``frame``: of the user's line, if that is what reads; ``caller``: of what called ``func``. A line that only
-        checks the value is passed over, a branch reads a number under a guard, any other line gets an UnknownNumber.
+        ``frame``: that of the user's line, if that line reads; ``caller``: that of the caller of ``func``. A line that
+        only checks the value is passed over, a branch reads a number under a guard, any other line gets an
+        UnknownNumber.
         """
         passing = None if frame is None or func not in _TESTS else passing_check(frame)
         if frame is not None and passing is not None:
@@ -139,7 +140,7 @@ class Refusals(TorchFunctionMode):
 
 
 def is_whole(x: Tensor) -> bool:
-    """Whether a tensor is of whole numbers, which may be sizes; truth values are none."""
+    """Whether a tensor holds whole numbers, which may be sizes; truth values do not count."""
     return not x.is_floating_point() and not x.is_complex() and x.dtype != torch.bool
 
 
@@ -148,9 +149,9 @@ def _is_whole_number(x: Any) -> bool:
 
 
 def _stack_of_numbers(data: Any, *, dtype: torch.dtype | None = None, **options: Any) -> Tensor | None:
-    """What torch.tensor returns for nested lists with tensors of one number in them; None for other data.
+    """The result of torch.tensor for nested lists with tensors of one number in them; None for other data.
 
-    Autograd takes it for a constant, as it takes torch's.
+    To autograd it is a constant, as torch's own is.
     """
     leaves = pytree.tree_leaves(data)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -171,7 +172,7 @@ def _stack_of_numbers(data: Any, *, dtype: torch.dtype | None = None, **options:
 
 
 def _with_stacks(index: Any) -> Any:
-    """An index of several dims whose lists of numbers are tensors, where some of the numbers are tensors."""
+    """The index, with a tensor in place of each list of numbers that has tensors among the numbers."""
     if not isinstance(index, tuple):
         return index
     stacks = (_stack_of_numbers(entry) if isinstance(entry, (list, tuple)) else None for entry in index)
@@ -218,7 +219,7 @@ _READS = {
     *(Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__complex__, Tensor.__index__, Tensor.__format__),
     *(Tensor.__contains__, Tensor.equal, torch.equal, Tensor.allclose, torch.allclose),
 }
-_TESTS = {  # what gives one truth value
+_TESTS = {  # functions that give one truth value
     *(Tensor.__bool__, Tensor.item, Tensor.is_nonzero, torch.is_nonzero),
     *(Tensor.equal, torch.equal, Tensor.allclose, torch.allclose, Tensor.__contains__),
 }
@@ -246,7 +247,7 @@ _REFUSED: dict[Any, tuple[str, str]] = {
 
 @contextmanager
 def python_effects(model: nn.Module) -> Iterator[None]:
-    """Find what the block does to Python's state, which no step will repeat.
+    """Find effects of the block on Python's state, which no step will repeat.
 
     Numbers drawn by ``random`` or NumPy raise a CaptureError: every step would see the same ones. Changed numbers and
     strings of modules give a warning.
@@ -363,7 +364,7 @@ def is_lookup_by_value(error: Exception) -> bool:
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 
 
-# Operands that say nothing but by their shape what the shapes of results are.
+# Operands that decide the shapes of results by their own shape alone, not by their values.
 READ_BY_SHAPE: Mapping[Any, tuple[int, ...]] = {torch.ops.aten._ctc_loss.Tensor: (0,)}
 
 
@@ -400,7 +401,10 @@ def users_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def _caller(frame: FrameType | None, is_direct: bool = False) -> FrameType | None:
-    """The frame that called what a mode handles in ``frame``; unless ``is_direct``, past methods of subclasses."""
+    """The frame that called the function that a mode handles in ``frame``.
+
+    Methods of torch's tensor subclasses are skipped, unless ``is_direct``.
+    """
     while frame is not None:
         is_method = frame.f_code.co_filename.startswith(_SUBCLASSES) and not is_direct
         if frame.f_code.co_name not in _DISPATCH and not is_method:
@@ -467,7 +471,7 @@ class Guards:
         self._unknown: set[fx.Node] = set()
 
     def begin(self, values: Sequence[Tensor | None]) -> None:
-        """Set the values of the traced function's inputs, in order; None where there is none."""
+        """Set the values of the traced function's inputs, in order; None for an input without one."""
         self._graph = _tracer().graph
         placeholders = [node for node in self._graph.nodes if node.op == "placeholder"]
         self._values = {
@@ -484,9 +488,9 @@ class Guards:
         self._unknown.update(nodes_after(last))
 
     def add(self, func: Any, args: Any, kwargs: Mapping[str, Any], where: str) -> Any:
-        """The result of an op on the values at capture, and a guard from now on that it is the same in every step.
+        """Return the result of an op on the values at capture, and insert a guard that it is the same in every step.
 
-        The op is the latest node of the graph. Raises a NoValueError where its operands are unknown.
+        The op is the latest node of the graph. Raises a NoValueError if its operands are unknown.
         """
         node: Any = last_node(_tracer().graph)
         if node.target is not func:
@@ -501,7 +505,7 @@ class Guards:
         guard = Guard(op_name(func), call, result_text(value), where)
         results = types_of(value)
         entries = results if isinstance(results, tuple) else (results,)
-        types = tuple(each for each in entries if each is not None)  # none of numbers
+        types = tuple(each for each in entries if each is not None)  # numbers have none
         tensors = self._insert(guard, [leaves[i] for i in positions], types, func.tags)
         return value if not types else tensors[0] if isinstance(results, TensorType) else tuple(tensors)
 
@@ -521,7 +525,7 @@ class Guards:
         return found
 
     def _insert(self, guard: Guard, operands: Sequence[Tensor], types: Sequence[Any], tags: Sequence[Any]) -> Any:
-        """The tensors that a guard returns, as results of its opaque op."""
+        """Insert a guard as an opaque op, and return its tensors."""
         opaque = Opaque(guard.name, guard, (*types, _PASSED), tags=tuple(tags))
         self.opaque.append(opaque)
         *tensors, passed = opaque(*operands)
@@ -530,7 +534,10 @@ class Guards:
         return tensors
 
     def _value(self, node: fx.Node | None, known: Mapping[Any, Tensor]) -> Any:
-        """The value of a node, computed from the values of the placeholders that it depends on, and from known ones."""
+        """The value of a node, computed from ``known`` values and those of the placeholders that it depends on.
+
+        Raises a NoValueError if it depends on anything else.
+        """
         if node is None or node.graph is not self._graph:
             raise NoValueError("it is part of another op")
         needed = reached([node], lambda each: () if each in known else each.all_input_nodes)
@@ -559,7 +566,7 @@ class Guards:
 class Guard:
     """An op on flat tensors whose result must be the expected one; it returns the tensors of the result and a flag.
 
-    ``on_result`` is told of each result in words before it is judged.
+    ``on_result`` is called with each result, in words, before the check.
     """
 
     def __init__(self, name: str, call: Callable[..., Any], expected: str, where: str) -> None:
@@ -567,7 +574,7 @@ class Guard:
         self.on_result: Callable[[str], None] | None = None
 
     def __call__(self, *operands: Tensor) -> list[Tensor]:
-        """Run the op; a GuardError if it finds something else than at capture."""
+        """Run the op. Raises a GuardError if its result is not that at capture."""
         result = self.call(*operands)
         if self.on_result is not None:
             self.on_result(f"{self.name} gives {result_text(result)} at {self.where}")
@@ -602,9 +609,9 @@ def node_of(x: Tensor) -> fx.Node | None:
 
 
 def known_number(node: fx.Node, root: nn.Module, sizes: Sizes | None = None) -> Any:
-    """The number that a node returns, or None where it depends on an input or on random numbers.
+    """The number that a node returns, or None if it depends on an input or on random numbers.
 
-    ``root`` holds the constants of the graph; ``sizes``: others than those of the capture. A
+    ``root`` holds the constants of the graph. ``sizes``: those to compute it for, by default those of the capture. A
     ``torch._check_tensor_all`` is taken to hold.
     """
     if any(each.target is aten._is_all_true.default for each in node.all_input_nodes):

@@ -14,15 +14,15 @@ from shardc.capture.values.symbols import Sizes, evaluated
 from shardc.language.sharding import TensorType
 from shardc.language.size import number_of
 
-Symbols = Mapping[tuple[str, int], str]  # for dims of inputs, by the input's name, the name of their symbol
+Symbols = Mapping[tuple[str, int], str]  # by the name of an input and a dim, the name of the dim's symbol
 
 
 class Region:
-    """The sizes at which a program holds. ``symbols``: of dims of its inputs; other dims have one size.
+    """The sizes at which a program holds. ``symbols``: those of dims of its inputs; every other dim has one size.
 
-    ``shapes`` gathers guards while the program is made. ``numbers``: those that the model read of tensors which follow
-    from sizes alone, each with its node and the root of the traced graph; at other sizes they must be the same.
-    Sizes of 0 and 1 are in no region: torch treats them in ways of their own.
+    ``shapes`` collects guards while the program is captured. ``numbers``: the numbers that the model read from tensors
+    that follow from sizes alone, each with its node and the root of the traced graph; at other sizes they must be the
+    same. Sizes of 0 and 1 are in no region, since torch treats them in special ways.
     """
 
     def __init__(self, symbols: Symbols) -> None:
@@ -52,11 +52,11 @@ class Region:
 
     @property
     def is_one_call(self) -> bool:
-        """Whether guards leave no other sizes than those that it was made for."""
+        """Whether guards allow no other sizes than those that it was made for."""
         return all(self.shapes.replacements.get(each, each).is_number for each in self._torchs.values())
 
     def values(self, types: Mapping[str, TensorType]) -> Sizes | None:
-        """The values of torch's symbols for inputs of these types; None where they are not in the region."""
+        """The values of torch's symbols for inputs of these types; None if the types are outside the region."""
         values: dict[Symbol, int] = {}
         for name, type_ in self._types.items():
             for dim, (size, before) in enumerate(zip(types[name].shape, type_.shape, strict=True)):

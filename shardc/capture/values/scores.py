@@ -1,4 +1,4 @@
-"""A function that changes scores of attention, taken apart: what becomes of a score by itself, and what is added."""
+"""Split a function on scores of attention into a change of each score by itself and terms that are then added."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from shardc.program.node import ancestors, last_node
 aten = torch.ops.aten
 SAME = (aten.alias.default, aten.detach.default)
 
-Added = tuple[str, fx.Node]  # "add" or "sub" a value, or "show" where it is true, and hide elsewhere
+Added = tuple[str, fx.Node]  # "add" or "sub" a value, or "show" scores where it is true, and hide them elsewhere
 
 
 def added_to(graph: fx.Graph) -> tuple[fx.Node, list[Added]]:
-    """What is made of the first operand of a graph, and what is added to that in the end to make the one result."""
+    """Split the one result of a graph: a value made from the first operand, and the terms added to it in the end."""
     score = next(iter(graph.nodes))
     changed = {score}
     changed.update(node for node in graph.nodes if not changed.isdisjoint(node.all_input_nodes))  # in order
@@ -33,7 +33,7 @@ def added_to(graph: fx.Graph) -> tuple[fx.Node, list[Added]]:
 
 
 def _added_last(root: fx.Node, changed: set[fx.Node]) -> tuple[fx.Node, Added] | None:
-    """A value before something was added to it, and that; None where the last step is another."""
+    """The value before the last addition, and the added term; None if the last step is no addition."""
     args: Any = root.args
     if root not in changed or root.kwargs:
         return None
@@ -53,7 +53,7 @@ def _hides(node: Any) -> bool:
 
 
 def steps_between(given: Sequence[fx.Node], root: fx.Node) -> tuple[Step, ...] | None:
-    """The steps from some values to another, of them and of numbers alone; None where others have a part in it."""
+    """The steps that compute ``root`` from ``given`` and numbers alone; None if it takes other values or ops."""
     places, steps = {node: i for i, node in enumerate(given)}, list[Step]()
     needed = ancestors(root)
     for node in root.graph.nodes:
@@ -83,7 +83,7 @@ def _is_number(arg: Any) -> bool:
 
 
 def sum_of(module: fx.GraphModule, added: Sequence[Added], operands: Sequence[Tensor]) -> Tensor | None:
-    """What is added in all, of the operands of a graph but its first; None for nothing."""
+    """The sum of the added terms, given the operands of the graph after the first; None if nothing is added."""
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     values: dict[fx.Node, Any] = dict(zip(placeholders[1:], operands, strict=True))
     total: Tensor | None = None
@@ -98,7 +98,7 @@ def sum_of(module: fx.GraphModule, added: Sequence[Added], operands: Sequence[Te
 
 
 def _value(module: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    """A value of a graph, computed now with what it is made of."""
+    """The value of a node, computed now. It is added to ``values``, with all that it depends on."""
     for each in _unknown(node, values):
         if each.op == "get_attr":
             values[each] = getattr(module, str(each.target))

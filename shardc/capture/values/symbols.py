@@ -1,4 +1,4 @@
-"""The values of numbers that follow from sizes, at given sizes."""
+"""Values of symbolic numbers, which follow from sizes, at given sizes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Sizes = Mapping[str, int]  # the values of torch's symbols, by name
 
 
 def value_at(value: Any, sizes: Sizes | None) -> Any:
-    """The plain number that a Size or a Ratio is at some sizes, or without them now; others as they are."""
+    """The plain number of a Size or a Ratio at these sizes, by default those of the capture; other values unchanged."""
     if not isinstance(value, Symbolic):
         return value
     if sizes is None:
@@ -25,5 +25,5 @@ def value_at(value: Any, sizes: Sizes | None) -> Any:
 
 
 def evaluated(expression: Any, symbols: dict[Any, int]) -> Any:
-    """An expression or a condition of torch, with values for its symbols."""
+    """The value of an expression or a condition of torch, given values for its symbols."""
     return sympy_interp(PythonReferenceAnalysis, symbols, expression)

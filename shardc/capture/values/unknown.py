@@ -1,7 +1,7 @@
-"""What a model's own line may do with a value that is unknown during capture: check it, print it, log it.
+"""Values that are unknown during capture: a model's own line may check them, print them, or log them.
 
-A check is ``assert`` or ``if ...: raise``. It is passed over, as ``torch._assert`` is: a step does not run it. One
-whose error the model catches is a branch.
+A check is ``assert`` or ``if ...: raise``. It is passed over, as ``torch._assert`` is: no step runs it. A check whose
+error the model catches is a branch.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Place = tuple[int, int, int, int]  # first line and column, last line and column
 
 
 class UnknownValueError(Exception):
-    """A number that is unknown during capture is used for something else than to be checked or printed."""
+    """A number that is unknown during capture is used, and not just checked or printed."""
 
 
 class UnknownNumber:
-    """What ``item()`` returns during capture: it may be formatted, printed and stored, but no tensor made of it.
+    """The result of ``item()`` during capture: it may be formatted, printed and stored, but no tensor made of it.
 
-    What is computed of it and other numbers is unknown, too. ``pass_over`` is called with the frame of a check that
-    compares it. In a ``%`` format it is ``nan``, or 0 where that takes whole numbers alone.
+    A number that is computed from it is unknown, too. ``pass_over`` is called with the frame of a check that compares
+    it. In a ``%`` format it is ``nan``, or 0 if the format takes only whole numbers.
     """
 
     def __init__(self, pass_over: Callable[[FrameType], None]) -> None:
@@ -82,7 +82,7 @@ def _is_formatting(frame: FrameType) -> bool:
 
 
 def passing_check(frame: FrameType) -> bool | None:
-    """The truth value that lets a check pass, if a frame is just testing a condition of that check; else None.
+    """The truth value that lets a check pass, if a frame is currently testing a condition of it; else None.
 
     The condition is the check's whole test, or a part of it under ``not``, ``and`` and ``or`` alone.
     """
@@ -95,7 +95,7 @@ def passing_check(frame: FrameType) -> bool | None:
 
 
 def _place(frame: FrameType) -> Place | None:
-    """Where the expression stands that a frame evaluates; of a jump, which tests a value, that of the value."""
+    """The place of the expression that a frame evaluates; at a jump, which tests a value, the place of the value."""
     at = frame.f_lasti // 2
     if "JUMP" in (name := dis.opname[frame.f_code.co_code[frame.f_lasti]]) or name == "TO_BOOL":
         at -= 1
@@ -114,7 +114,7 @@ class _Check(NamedTuple):
 
 
 class _Catch(NamedTuple):
-    """Lines of which errors are caught, and the classes of these; None for all."""
+    """Lines whose errors are caught, and the classes of those errors; None for all classes."""
 
     first: int
     last: int
@@ -122,7 +122,7 @@ class _Catch(NamedTuple):
 
 
 class _Statements(NamedTuple):
-    """What a file has of checks, and of statements that catch errors and raise none."""
+    """The checks in a file, and its statements that catch errors and raise none."""
 
     checks: tuple[_Check, ...] = ()
     catches: tuple[_Catch, ...] = ()
@@ -177,7 +177,7 @@ def _is_caught(frame: FrameType | None, error: ast.expr | None) -> bool:
 
 
 def _classes(frame: FrameType, node: ast.expr) -> tuple[type, ...]:
-    """The classes that an expression of a frame names; none where they are not known."""
+    """The classes that an expression of a frame names; empty if they are not known."""
     if isinstance(node, ast.Tuple):
         return tuple(found for element in node.elts for found in _classes(frame, element))
     if not isinstance(node, (ast.Name, ast.Attribute)):
@@ -190,12 +190,12 @@ def _classes(frame: FrameType, node: ast.expr) -> tuple[type, ...]:
 
 
 def _overlap(raised: tuple[type, ...], caught: tuple[type, ...]) -> bool:
-    """Whether some error is both; one that is not known may be any."""
+    """Whether an error that is raised may be one that is caught; unknown classes may be any."""
     return not raised or not caught or any(issubclass(one, caught) for one in raised)
 
 
 def _passing(test: ast.expr, value: bool, place: Place) -> bool | None:
-    """The value that the part of a test at ``place`` has where the whole is ``value``; None for another part."""
+    """The value of the part at ``place`` with which the whole test has ``value``; None if it is no such part."""
     is_whole = _span(test) == place
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return _passing(test.operand, not value, _span(test.operand) if is_whole else place)

@@ -1,7 +1,7 @@
-"""Made-up inputs for a model of transformers, from its config and what its forward takes.
+"""Made-up inputs for a model of transformers, from its config and the arguments of its forward.
 
-What a type calls its inputs, and which sizes they have, is said in no one place. So there are candidates, the fullest
-first, and the first that a forward on meta tensors takes is used.
+No single place has the names and sizes of a model type's inputs. So candidates are tried, the fullest first, and the
+first one that a forward on meta tensors takes is used.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ PARTS = (
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of made-up inputs: those asked for, and those that a config fixes."""
+    """The sizes of made-up inputs: requested ones, and those that a config fixes."""
 
     config: Any
     batch: int
     seq: int
-    side: int = 224  # of images, where the config has no size
+    side: int = 224  # of images, if the config has no size
 
     def of(self, *names: str, default: Any = None) -> Any:
-        """The first of these fields that the config has, or else a part of it."""
+        """The value of the first of these fields in the config, or else in its parts."""
         for config in (self.config, *_parts(self.config)):
             for name in names:
                 value = getattr(config, name, None)
@@ -57,7 +57,7 @@ class Sizes:
 
     @property
     def channels(self) -> int:
-        """Colours of an image."""
+        """Channels of an image."""
         return int(self.of("num_channels", "in_channels", "in_chans", default=3))
 
 
@@ -77,7 +77,7 @@ def _pair(size: Any) -> tuple[int, int]:
     return (int(pair[-2]), int(pair[-1])) if len(pair) > 1 else (int(pair[0]), int(pair[0]))
 
 
-# A tensor, or several ways to make it, by the name of the argument.
+# Makers of tensors. MAKERS has one or several for each name of an argument.
 
 
 def _tokens(sizes: Sizes, length: int | None = None) -> Tensor:
@@ -86,7 +86,7 @@ def _tokens(sizes: Sizes, length: int | None = None) -> Tensor:
     )
     special = [getattr(sizes.config, name, None) for name in IMAGE_TOKENS]
     tokens = torch.randint(vocab, (sizes.batch, length or sizes.seq))
-    for token in filter(None, special):  # where an image would stand
+    for token in filter(None, special):  # which stand for an image
         tokens[tokens == token] = 1
     return tokens
 
@@ -96,7 +96,7 @@ def _tokens_with_image(sizes: Sizes) -> Tensor:
 
 
 def _places_of_image(sizes: Sizes) -> Tensor:
-    """A mask of the tokens in front of a text that are an image's."""
+    """A mask of the tokens of an image, which come before the text."""
     count = int(sizes.of("latent_query_num", default=0))
     return (torch.arange(count + sizes.seq) < count).long().repeat(sizes.batch, 1)
 
@@ -121,7 +121,7 @@ def _images(sizes: Sizes) -> Tensor:
 
 
 def _patches(sizes: Sizes) -> Tensor:
-    """The patches of the images of ``_grid``, one a row, as models take them that see images of any size."""
+    """The patches of the images of ``_grid``, one a row, for models that take images of any size."""
     times = int(sizes.of("temporal_patch_size", default=1))
     return torch.randn(int(_grid(sizes).prod(1).sum()), sizes.channels * times * sizes.patch**2)
 
@@ -143,7 +143,7 @@ def _side(sizes: Sizes) -> int:
 
 
 def _half_images(sizes: Sizes) -> Tensor:
-    """Images that a model puts below others."""
+    """Images of half the height, which a model puts below others."""
     height, width = sizes.image
     return torch.randn(sizes.batch, sizes.channels, height // 2, width)
 
@@ -165,7 +165,7 @@ def _positions_of_patches(sizes: Sizes) -> Tensor:
 
 
 def _ones(make: Maker, dim: int) -> Maker:
-    """A mask that hides none of a dim of another input."""
+    """A maker of a mask that hides nothing, as long as a dim of another input."""
     return lambda sizes: torch.ones(sizes.batch, make(sizes).shape[dim], dtype=torch.int64)
 
 
@@ -186,7 +186,7 @@ def _video(sizes: Sizes) -> Tensor:
 
 
 def _wave(sizes: Sizes) -> Tensor:
-    """So many samples that a stack of strides of 320 makes ``seq`` frames."""
+    """A wave long enough for ``seq`` frames from convolutions with a total stride of 320."""
     return torch.randn(sizes.batch, 320 * sizes.seq + 80)
 
 
@@ -209,7 +209,7 @@ def _bands(sizes: Sizes) -> int:
 
 
 def _whole_spectrogram(sizes: Sizes) -> Tensor:
-    """Bands by frames, as long as the model's positions."""
+    """Bands by frames, enough frames for all positions of the model."""
     return torch.randn(sizes.batch, _bands(sizes), 2 * int(sizes.of("max_source_positions", default=sizes.seq)))
 
 
@@ -222,7 +222,7 @@ def _image_of_frames(sizes: Sizes) -> Tensor:
 
 
 def _history(sizes: Sizes) -> Tensor:
-    """A value for each step of the past, and for as many before as the model looks back."""
+    """A value for each step of the context, and for the steps before it that the model's lags reach."""
     lags = sizes.of("lags_sequence", default=[0])
     length = sizes.of("context_length", "prediction_length", default=sizes.seq)
     return torch.randn(sizes.batch, int(length) + max(lags))
@@ -247,7 +247,7 @@ def _future_features(sizes: Sizes) -> Tensor:
 
 
 def _steps(*names: str) -> Maker:
-    """A vector for each step of an episode, of a size that the config has under one of the names."""
+    """A maker of a vector for each step of an episode; the config has its size under one of the names."""
     return lambda sizes: torch.randn(sizes.batch, sizes.seq, int(sizes.of(*names, default=1)))
 
 
@@ -330,16 +330,16 @@ OPTIONAL = (
     "input_features",
     "input_values",
     "bbox",
-)  # the last goes first
+)  # the last one is left out first
 
 
-EXTRA = (  # arguments that may be left out of a call, says the signature, while some forwards need them
+EXTRA = (  # arguments that are optional by the signature, but needed by some forwards
     *("input_features_mask", "pixel_attention_mask", "spatial_shapes", "visual_feats", "visual_pos", "actions"),
     *("rewards", "returns_to_go", "timesteps", "future_values", "future_time_features", "image_attention_mask"),
     "image_embeds_position_mask",
     *("prompt_pixel_values", "prompt_masks", "pixel_position_ids", "query_embeds", "input_ids", "attention_mask"),
 )
-HAS_VALUES = (  # numbers that a model reads, to know what is one image, or what is padding
+HAS_VALUES = (  # inputs whose numbers a model reads, to find images or padding
     "grid_thw",
     "image_grid_thw",
     "merge_sizes",
@@ -349,7 +349,7 @@ HAS_VALUES = (  # numbers that a model reads, to know what is one image, or what
 
 
 def text_inputs(sizes: Sizes) -> Inputs:
-    """What a model that is trained on text reads."""
+    """The inputs of a model that is trained on text."""
     names = ("input_ids", "decoder_input_ids", "labels") if sizes.config.is_encoder_decoder else ("input_ids", "labels")
     return {name: _tokens(sizes) for name in names}
 
@@ -373,7 +373,7 @@ def made_up(model: nn.Module, sizes: Sizes) -> Inputs:
 
 
 def _on_meta(inputs: Inputs) -> Inputs:
-    """Without values, and in bfloat16, in which alone a few of torch's ops run on meta."""
+    """The inputs on meta, in bfloat16: a few of torch's ops run on meta in no other dtype."""
     return {
         name: value.to("meta", torch.bfloat16 if value.is_floating_point() else value.dtype)
         for name, value in inputs.items()
@@ -381,7 +381,7 @@ def _on_meta(inputs: Inputs) -> Inputs:
 
 
 def _is_of_meta(error: Exception) -> bool:
-    """Whether a forward got as far as to what only meta stops: it reads values, or has an op without bfloat16."""
+    """Whether a forward failed only because it ran on meta: it reads values, or has an op without bfloat16."""
     texts = (
         *("meta tensor", "register_meta function for torch.nonzero", "not on the expected device meta"),
         "Unsupported dtype BFloat16",
@@ -390,9 +390,9 @@ def _is_of_meta(error: Exception) -> bool:
 
 
 def candidates(model: nn.Module, sizes: Sizes) -> Iterator[Inputs]:
-    """Inputs to try: with an image in the text, then with all that a forward usually reads, then with less.
+    """Inputs to try: with an image in the text, then with all usual inputs of a forward, then with fewer.
 
-    At last come those with all that the forward can read, and text alone.
+    The last candidates have all inputs that the forward can read, and text alone.
     """
     parameters = inspect.signature(model.forward).parameters
     main = getattr(model, "main_input_name", "input_ids")
@@ -418,14 +418,14 @@ def candidates(model: nn.Module, sizes: Sizes) -> Iterator[Inputs]:
 
 
 def _made(names: list[str], makers_of: dict[str, tuple[Maker, ...]], sizes: Sizes) -> Iterator[Inputs]:
-    """Inputs of these names, made in every way that there is."""
+    """Inputs of these names, by every combination of their makers."""
     fixed = {other: (make,) for name in names for other, make in PARTNERS.get(name, {}).items()}
     for makers in product(*((makers_of | fixed)[name] for name in names)):
         yield {name: make(sizes) for name, make in zip(names, makers, strict=True)}
 
 
 def _with_image_tokens(model: Any, sizes: Sizes) -> Iterator[Inputs]:
-    """An image for each row of text, where the model puts its features in the place of tokens."""
+    """An image for each row of text, for a model that puts the image's features in place of tokens."""
     token = next((each for name in IMAGE_TOKENS[:3] if (each := getattr(sizes.config, name, None)) is not None), None)
     if token is None or not hasattr(model, "get_image_features"):
         return
@@ -441,7 +441,7 @@ def _with_image_tokens(model: Any, sizes: Sizes) -> Iterator[Inputs]:
 
 
 def _num_image_tokens(model: Any, images: Inputs, sizes: Sizes) -> int:
-    """How many tokens the features of one image take; 0 if the model does not take such images."""
+    """The number of tokens that the features of one image take; 0 if the model does not take such images."""
     if "image_grid_thw" in images:
         return int(images["image_grid_thw"][0].prod()) // _merge(sizes) ** 2
     try:
@@ -453,6 +453,6 @@ def _num_image_tokens(model: Any, images: Inputs, sizes: Sizes) -> int:
 
 
 def _tensors(found: Any) -> Iterable[Tensor]:
-    """The features themselves, of what ``get_image_features`` returns in one version or another."""
+    """The feature tensors in a result of ``get_image_features``, whose form depends on transformers' version."""
     found = getattr(found, "pooler_output", found)
     return found if isinstance(found, (list, tuple)) else [found]

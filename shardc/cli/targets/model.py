@@ -1,4 +1,4 @@
-"""A model of transformers by its type."""
+"""A model of transformers and its inputs, by the model's type."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from shardc.cli.targets.inputs import HAS_VALUES, Inputs, Sizes, made_up, text_inputs
 from shardc.language.errors import UsageError
 
-# Kinds of models by the names of transformers' mappings: those that models are trained as come before others.
+# Kinds of models by the names of transformers' mappings. Kinds that models are trained as come first.
 KINDS = (
     *(
         "SEQ_TO_SEQ_CAUSAL_LM",
@@ -28,14 +28,14 @@ KINDS = (
     *("TEXT_TO_WAVEFORM", "BACKBONE", "PRETRAINING"),
 )
 SERIES = 8  # steps of a time series
-TEXT = ("SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_LM")  # their inputs need no try
-LONGEST = 4096  # tokens a row by default: models of 131,072 positions are trained on less
+TEXT = ("SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_LM")  # kinds whose inputs need no trial
+LONGEST = 4096  # most tokens a row by default: models of 131,072 positions are trained on fewer
 
 
 def model_classes(config: Any) -> dict[str, type[nn.Module]]:
     """The classes that transformers maps a config's type to, by kind; ``BASE`` is the bare model.
 
-    There are none for a type that is only a part of another's model.
+    Empty for a type that is only a part of another type's model.
     """
     from transformers.models.auto import modeling_auto as auto
 
@@ -48,8 +48,8 @@ def model_and_inputs(config: Any, batch: int | None, seq: int | None, device: st
     """A model with random weights and inputs for it; ``batch`` is 8 unless it is given.
 
     On meta, text is as long as the model has positions, at most ``LONGEST``; elsewhere, and beside images or sound, it
-    has at most 64 tokens. The model is of the first kind that transformers can build and that inputs can be made up
-    for; if there is none, the error of the first kind is raised.
+    has at most 64 tokens. The model is of the first kind that transformers can build and for which inputs can be made
+    up; if there is none, the error of the first kind is raised.
     """
     classes = model_classes(config)
     complete(config)
@@ -76,20 +76,20 @@ def model_and_inputs(config: Any, batch: int | None, seq: int | None, device: st
 
 
 def complete(config: Any) -> None:
-    """Give a number of steps to a config of time series that leaves it open, as default configs do."""
+    """Set the numbers of steps that a config of time series leaves open, as default configs do."""
     for name in ("prediction_length", "context_length"):
         if getattr(config, name, 0) is None:
             setattr(config, name, SERIES)
 
 
 def on_meta(make: Callable[[Any], nn.Module], config: Any) -> nn.Module:
-    """A model without values, for a try of inputs."""
+    """A model on meta, without values, to try inputs on."""
     with torch.device("meta"):
         return make(config).to(torch.bfloat16)
 
 
 def _rounded(length: int) -> int:
-    """A length without the positions that some models keep for themselves: 512 of RoBERTa's 514."""
+    """A length without the positions that some models reserve: 512 of RoBERTa's 514."""
     return length // 64 * 64 or length
 
 

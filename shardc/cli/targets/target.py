@@ -1,6 +1,6 @@
 """TARGET: the model and inputs that a command works on, from a file, a module or transformers' default config.
 
-This is the one file of the command line that imports torch at once: commands import it when they load a model.
+This file imports torch at once, so commands import it only when they load a model.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class TargetOptions:
-    """How to load a target: settings of its config or function, sizes of made-up inputs, and the device of those.
+    """Options for loading a target: settings of its config or function, sizes and device of made-up inputs.
 
-    ``device="meta"`` allocates nothing for an ``hf:`` target. A function makes its own inputs all the same.
+    ``device="meta"`` allocates nothing for an ``hf:`` target. A function makes its own inputs in any case.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -60,7 +60,7 @@ def load_target(text: str, options: TargetOptions, mesh: Mesh) -> Target:
     """Load ``path.py:function``, ``package.module:function`` or ``hf:MODEL_TYPE``.
 
     A function is called with the settings, and with ``mesh`` if it has a parameter of that name. It returns
-    ``(model, args[, kwargs[, annotations]])``. Raises a UsageError where there is no such target.
+    ``(model, args[, kwargs[, annotations]])``. Raises a UsageError if there is no such target.
     """
     place, colon, name = text.rpartition(":")
     if not (place and colon and name):
@@ -84,7 +84,7 @@ def load_target(text: str, options: TargetOptions, mesh: Mesh) -> Target:
 
 
 def find_function(place: str, name: str) -> Callable[..., Any]:
-    """The function of a file or module. Raises a UsageError where there is none."""
+    """The function of a file or module. Raises a UsageError if there is none."""
     module = _import(place)
     function = getattr(module, name, None)
     if callable(function):
@@ -96,7 +96,7 @@ def find_function(place: str, name: str) -> Callable[..., Any]:
 
 
 def _import(place: str) -> ModuleType:
-    """Import a file or module. As when python runs it, it can import what stands beside it."""
+    """Import a file or module. It can import the modules beside it, as when python runs it."""
     path, is_file = Path(place), place.endswith(".py")
     if is_file and not os.path.isfile(path):
         others = (other.name for other in path.parent.glob("*.py") if other.is_file())
@@ -129,7 +129,7 @@ def _failed(text: str, action: str, error: BaseException) -> UsageError:
 
 
 def _line(error: BaseException) -> str:
-    """``file.py:line`` of the user's code that does not parse, or that the exception passed last."""
+    """``file.py:line`` of the user's code: of the syntax error, or the last line that the exception passed."""
     if isinstance(error, SyntaxError) and error.filename and os.path.isfile(error.filename):
         return f"{Path(error.filename).name}:{error.lineno or 1}"
     return failing_line(error).partition(": ")[0].removeprefix("the model")
@@ -222,7 +222,7 @@ TWO_WEIGHTS_A_BLOCK = {
 
 
 def sizes_text(text: str, target: Target) -> str:
-    """What an ``hf:`` target is: its class, layers, parameters, and the sizes of its made-up inputs."""
+    """A line about an ``hf:`` target: its class, layers, parameters, and the sizes of its made-up inputs."""
     numel = sum(parameter.numel() for parameter in target.model.parameters())
     count = f"{numel / 1e9:.1f} B" if numel >= 10**9 else f"{numel / 1e6:.1f} M"
     layers = getattr(getattr(target.model, "config", None), "num_hidden_layers", None)
@@ -254,7 +254,7 @@ def module_lists(model: nn.Module) -> dict[str, int]:
 
 
 def default_sizes(text: str, settings: Mapping[str, Any]) -> dict[str, int]:
-    """The settings of a target that are whole numbers, as they were set or by default."""
+    """The settings of a target that are whole numbers, with the values set or their defaults."""
     place, _, name = text.rpartition(":")
     known: dict[str, Any]
     if place == "hf":
@@ -282,7 +282,7 @@ def with_input_sizes(target: Target, sizes: Mapping[tuple[int, int], int]) -> Ta
 def set_list_length(model: nn.Module, path: str, length: int) -> None:
     """Shorten a list of modules to its first ones, or lengthen it by copies of the last.
 
-    Lists of one length beside each other, which a model walks side by side, change together.
+    Sibling lists of equal length change together, since a model may iterate over them together.
     """
     before: Any = model.get_submodule(path)
     owner = model.get_submodule(path.rpartition(".")[0])

@@ -1,1 +1,1 @@
-"""The stages of a pipeline: where to cut, what each runs and sends, and when."""
+"""The stages of a pipeline: the cuts between them, their costs and messages, and their schedule."""

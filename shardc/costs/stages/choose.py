@@ -34,14 +34,14 @@ WORTH = 0.98  # of the heaviest stage's weight: a split with more crossings must
 
 @dataclass(frozen=True, slots=True)
 class SplitOptions:
-    """How to split a model into stages.
+    """Options for splitting a model into stages.
 
-    ``balance``: what is to be even, one of ``BALANCES``. A parameter that several units share counts at the first; with
-    several stages a rank, and in memory, wherever it is held. ``cuts``: globs of module paths at whose start a stage
-    begins. ``place``: the rank of each stage, by default one each. ``max_memory``: bytes that a rank may hold of
-    parameters, gradients, Adam's states and what is saved of the ``microbatches`` in flight under 1F1B. ``pieces``: the
-    number of pieces, over ranks and microbatches, of the program's batch; by default it is one microbatch. ``homes``:
-    for parameters by name the stages that hold them already, and read them where possible.
+    ``balance``: the quantity to make even, one of ``BALANCES``. A parameter that several units share counts at the
+    first; with several stages a rank, and in memory, it counts wherever it is held. ``cuts``: globs of module paths at
+    whose start a stage begins. ``place``: the rank of each stage, by default one each. ``max_memory``: bytes that a
+    rank may hold of parameters, gradients, Adam's states and activations of the ``microbatches`` in flight under 1F1B.
+    ``pieces``: the number of pieces, over ranks and microbatches, of the program's batch; by default it is one
+    microbatch. ``homes``: by parameter name, the stages that hold it already, and read it if possible.
     """
 
     num_stages: int
@@ -89,7 +89,7 @@ class ChosenStages:
         return next(stage for stage, mask in enumerate(self.masks) if mask & units)
 
     def tag(self, program: Program, pipeline: Pipeline) -> Program:
-        """A copy of the captured program, or of that after a few passes, whose calls have these stages."""
+        """A copy of the captured program, or of the program after a few passes, whose calls have these stages."""
         captured, num_stages = self.loads.flow.program, self.options.num_stages
         by_ordinal = {captured.source(node).ordinal: stage for node, stage in self.assignment.items()}
         is_captured = program.level == captured.level
@@ -103,19 +103,19 @@ class ChosenStages:
 
 
 def choose_stages(program: Program, options: SplitOptions, flow: Flow | None = None) -> ChosenStages:
-    """The stages, counted from 0, of every forward call of a captured program; none before that of any operand.
+    """The stage, counted from 0, of every forward call of a captured program; none precedes that of an operand.
 
     A stage begins where the model calls ``stage_boundary``, and where ``options.cuts`` say. The others begin so that
-    stages are even. A call that reads only inputs is in the stage of its first user. ``flow``: of the program, if it is
-    there already. Raises an OptionError for an unknown balance, a glob that matches no module, fewer units than stages,
-    and too little memory.
+    stages are even. A call that reads only inputs is in the stage of its first user. ``flow``: the program's, if it is
+    known. Raises an OptionError for an unknown balance, a glob that matches no module, fewer units than stages, and too
+    little memory.
     """
     flow = flow or flow_of(program)
     positions = _cut_positions(flow, options.cuts, options.num_stages)
     homes = options.homes
     stages_of_op = [frozenset(homes[name] for name in names if name in homes) for names in flow.parameters]
     constrained = [i for i, stages in enumerate(stages_of_op) if stages]
-    # between two ops whose parameters other stages hold a unit begins at the narrowest cut
+    # between two ops whose parameters different stages hold, a unit begins at the narrowest cut
     changes = [range(a + 1, b + 1) for a, b in pairwise(constrained) if stages_of_op[a] != stages_of_op[b]]
     forced = [*positions, *(min(change, key=flow.crossing.__getitem__) for change in changes)]
     fine, whole = (
@@ -209,7 +209,7 @@ class SplitSearch:
         return Split(stages_after([self.masks[i] for i in states], len(self.loads.units)), heaviest, heaviest)
 
     def least_memory(self) -> int:
-        """The bytes that the fullest stage holds at least."""
+        """The least bytes that the fullest stage can hold."""
         least = self._path(self._memory).least()
         assert least is not None, self.options
         return least
@@ -258,7 +258,7 @@ class SplitSearch:
 
 
 def _split_on_ranks(loads: StageLoads, options: SplitOptions) -> Split:
-    """Several stages a rank; every rank has as many microbatches in flight as there are ranks."""
+    """The split with several stages a rank; each rank has as many microbatches in flight as there are ranks."""
     readers: dict[str, list[int]] = {}
     for i, unit in enumerate(loads.units):
         for name in unit.parameters:
@@ -299,7 +299,7 @@ def _too_little_memory(options: SplitOptions, least: int) -> OptionError:
 def _cut_positions(flow: Flow, cuts: Sequence[str], num_stages: int) -> list[int]:
     """The positions at which the user lets stages begin, rising, without the very first.
 
-    Raises an OptionError for a glob that matches no module, and for more positions than cuts.
+    Raises an OptionError for a glob that matches no module, and if there are more beginnings than stages.
     """
     marks = list(accumulate((flow.program.source(node).marks for node in flow.ops), max))
     starts = {i for i in range(1, len(marks)) if marks[i] > marks[i - 1]}

@@ -1,4 +1,4 @@
-"""Chooses how many stages a rank has, and where several stages a rank begin: as the schedule ends first."""
+"""Chooses the number of stages a rank, and where stages begin, so that the schedule ends first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardc.schedules.schedule import Schedule
 from shardc.schedules.search import estimate
 from shardc.schedules.simulate import makespan
 
-MOST_CHUNKS = 2  # stages a rank that ``auto`` chooses by itself: for more, no named order goes in a V
+MOST_CHUNKS = 2  # most stages a rank that ``auto`` chooses by itself: with more, no named order goes in a V
 
 
 def fastest_stages(
@@ -25,10 +25,10 @@ def fastest_stages(
     """The stages of a captured program, and its pipeline with the number of stages a rank.
 
     One stage a rank is as even as ``choose_stages`` makes it. Several stages a rank can be even over ranks or over
-    stages, and begin within blocks or between them: of such cuts the one is chosen whose schedule ends first, and among
-    nearly equal ones the first. ``auto`` without ``chunks`` is compared with one and with two stages a rank. Nothing is
-    compared where the user says where stages begin or how much memory there is, and where earlier calls gave parameters
-    to stages, or nothing is trained. ``annotated``: makes the program with a sharding of every value, whose calls are
+    stages, and begin within blocks or between them. Of these cuts, the one whose schedule ends first is chosen, or the
+    first of nearly equal ones. ``auto`` without ``chunks`` compares one stage and two stages a rank. Nothing is
+    compared if the user says where stages begin or how much memory there is, if earlier calls gave parameters to
+    stages, or if nothing is trained. ``annotated``: makes the program with a sharding of every value, whose calls are
     timed.
     """
     pipeline, flow = program.options.pipeline, flow_of(program)
@@ -50,7 +50,7 @@ def fastest_stages(
 
 
 def _chunks(pipeline: Pipeline, options: SplitOptions, flow: Flow, is_free: bool) -> list[int]:
-    """The numbers of stages a rank to compare. Later calls have that of earlier ones."""
+    """The numbers of stages a rank to compare. Later calls keep the number of earlier ones."""
     ranks = options.num_ranks
     if pipeline.schedule != "auto" or pipeline.chunks is not None:
         return [pipeline.chunks_a_rank]
@@ -68,7 +68,7 @@ def _with_chunks(pipeline: Pipeline, options: SplitOptions, chunks: int) -> tupl
 
 
 def _cuts(program: Program, flow: Flow, options: SplitOptions, is_free: bool) -> Iterator[ChosenStages]:
-    """The cuts to compare, the preferred first: with as many blocks in each stage, even over stages, over ranks."""
+    """The cuts to compare, preferred ones first: equal numbers of blocks a stage, even over stages, even over ranks."""
     num_stages, items = options.num_stages, items_of(flow)
     is_chunked = is_free and options.num_ranks < num_stages
     if is_chunked and len(items) >= num_stages:

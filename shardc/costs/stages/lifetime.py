@@ -1,4 +1,4 @@
-"""Lifetimes in a pipeline: what each part of a stage leaves to later ones, and which stages a device has at a time."""
+"""Lifetimes in a pipeline: the values that parts of a stage keep for later parts, and the stages on a device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardc.schedules.schedule import COMPUTE, Schedule
 
 
 def kept_after(stages: Stages, index: int) -> dict[Part, set[fx.Node]]:
-    """For each part that runs for every microbatch, the values that later parts of it read, or that are returned."""
+    """For each part that runs for every microbatch, the values that later parts read, or that are returned."""
     kept: dict[Part, set[fx.Node]] = {"count": set()}
     results = enumerate(stages.program.results)
     later = {node for i, node in results if node is not None and stages.home.get(i) == index}
@@ -70,7 +70,7 @@ class ResidentStages:
         self.left, self.here = list(reversed(turns)), tuple[int, ...]()
 
     def advance(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Begin the next turn. The stages that leave the device, and then those that come back to it."""
+        """Begin the next turn; return the stages that leave the device, and those that come back to it."""
         before, turn = self.here, self.left.pop()
         self.here = tuple(dict.fromkeys((turn, *self.left[-1:])))
         leaving = tuple(stage for stage in before if stage not in self.here)

@@ -56,7 +56,7 @@ class StageRecord:
         return max(sum(self.flops[stage] for stage in self.schedule.stages_on(rank)) for rank in ranks)
 
     def times(self, part: Part) -> int:
-        """How often a part of a stage runs in a step."""
+        """The number of times that a part of a stage runs in a step."""
         return self.schedule.num_microbatches if part in TIMED else 1
 
     def entries(self) -> tuple[StageEntry, ...]:
@@ -168,7 +168,7 @@ def _largest(paths: Sequence[str], others: Sequence[set[str]]) -> str:
 
 
 def calls_of_step(program: Program) -> Iterator[tuple[fx.Node, int]]:
-    """Each call, with how often it runs in a step."""
+    """Each call, with the number of times that it runs in a step."""
     if not has_stages(program):
         yield from ((node, 1) for node in program.calls)
         return

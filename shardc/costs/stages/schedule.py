@@ -1,4 +1,4 @@
-"""The schedule of a pipeline program's stages: what they cost, which messages they send, and the order that follows."""
+"""The schedule of a pipeline program's stages, from their costs and their messages."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def stage_costs(stages: Stages) -> Costs:
 
 
 def _stage_cost(stages: Stages, index: int) -> StageCost:
-    """``saved``: what backward reads of forward; ``held``: what weight gradients read of all earlier parts."""
+    """``saved``: bytes of forward that backward reads; ``held``: bytes of earlier parts that weight gradients read."""
     program, parts = stages.program, stages.stages[index].parts
     values: dict[Part, set[fx.Node]] = {part: set(parts[part]) for part in SCHEDULED}
     for way, nodes in stages.crossings.items():
@@ -81,6 +81,6 @@ def _stage_cost(stages: Stages, index: int) -> StageCost:
 
 
 def _nbytes(program: Program, nodes: Iterable[fx.Node]) -> int:
-    """The bytes of values; of a call with several results those that are picked count by themselves."""
+    """The bytes of values. Of a call with several results, each result that is picked counts by itself."""
     types = (program.local_type(node) for node in nodes if not program.has_many(node))
     return sum(type_.nbytes for type_ in types if type_ is not None)

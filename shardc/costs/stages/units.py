@@ -1,4 +1,4 @@
-"""Units: runs of forward ops that a cut into stages leaves together, with what they cost, save and send."""
+"""Units: runs of forward ops that a cut into stages leaves together, with their costs and bytes saved and sent."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Flow:
 
     @cached_property
     def times(self) -> tuple[int, ...]:
-        """The estimated time of each op with its backward, as ``time_of_call``."""
+        """The estimated time of each op with its backward, by ``time_of_call``."""
         return tuple(_with_backward(self, time_of_call))
 
 
@@ -67,7 +67,7 @@ def flow_of(program: Program) -> Flow:
     calls = forward_calls(program)
     sources = {node: frozenset([put.name] if put.kind == "parameter" else [])
                for put, node in zip(program.inputs, program.placeholders, strict=True)}  # fmt: skip
-    for node in calls:  # what inputs and cheap calls are made of, by the names of parameters
+    for node in calls:  # sources: the names of the parameters that inputs and cheap calls are made of
         if all(read in sources for read in node.all_input_nodes):
             names = frozenset().union(*(sources[read] for read in node.all_input_nodes))
             repeats = not is_random(node) and not flops_of_call(program, node)  # might as well be computed again
@@ -135,10 +135,10 @@ def units_of(flow: Flow, num_units: int, forced: Sequence[int] = (), is_fine: bo
 def _starts(flow: Flow, num_units: int, is_fine: bool) -> list[int]:
     """The positions at which units begin: between two heavy ops (with parameters or contractions), the narrowest cut.
 
-    Of these, starts of blocks stay. Within a block those stay that are narrower than their neighbours and no wider than
-    the ends of the block, with work on both sides. If that makes fewer than ``num_units`` units, all narrow cuts stay;
-    if these are too few, a unit may begin at every op. No unit begins between two consecutive heavy ops that read no
-    other op, such as the embeddings of tokens and of positions.
+    Of these cuts, the starts of blocks stay. Within a block, a cut stays if it is narrower than its neighbours and no
+    wider than the ends of the block, with work on both sides. If that makes fewer than ``num_units`` units, all these
+    cuts stay; if they are too few, a unit may begin at every op. No unit begins between two consecutive heavy ops that
+    read no other op, such as the embeddings of tokens and of positions.
     """
     flops = [flops_of_call(flow.program, node) for node in flow.ops]
     heavy = [i for i in range(len(flow.ops)) if flow.parameters[i] or flops[i]]
@@ -235,7 +235,7 @@ def time_of_call(program: Program, node: fx.Node) -> int:
 
 @dataclass(frozen=True)
 class CrossingValue:
-    """A value that other units read than the one that makes it. ``maker``, ``readers``: bit masks of units."""
+    """A value that units read other than the one that makes it. ``maker``, ``readers``: bit masks of units."""
 
     name: str
     type: str
@@ -279,13 +279,13 @@ class StageLoads:
 
     @cached_property
     def edges(self) -> set[tuple[int, int]]:
-        """Pairs of a unit and one that reads from it."""
+        """Pairs of a unit and a unit that reads from it."""
         every = range(len(self.units))
         return {(c.maker.bit_length() - 1, i) for c in self.crossings for i in every if c.readers >> i & 1}
 
     @cached_property
     def unit_saved_bytes(self) -> tuple[int, ...]:
-        """For each unit the bytes that it makes of one piece of a batch and that backward reads."""
+        """For each unit, the bytes of one piece of a batch that it makes and backward reads."""
         starts, saved = [unit.start for unit in self.units], [0] * len(self.units)
         (ledger,) = ledgers_of(self.flow.program)
         for block in ledger.saved:
@@ -313,7 +313,7 @@ class StageLoads:
         return self.parameters[name].type.numel
 
     def parameters_of(self, stage: int) -> frozenset[str]:
-        """The names of the parameters that a stage reads, also of those that other stages read too."""
+        """The names of the parameters that a stage reads, including those that other stages read too."""
         return frozenset().union(*(unit.parameters for i, unit in enumerate(self.units) if stage >> i & 1))
 
     def training_bytes(self, name: str) -> int:
@@ -336,7 +336,7 @@ class StageLoads:
         return saved + ceil_div(self.received_bytes(stage), self.pieces)
 
     def memory(self, stage: int, in_flight: int) -> int:
-        """The bytes of a stage in training, with so many microbatches between forward and backward."""
+        """The bytes of a stage in training, with ``in_flight`` microbatches between forward and backward."""
         num_saved = min(in_flight, self.microbatches or in_flight)
         stored = self._cached("stored", stage, lambda: sum(map(self.training_bytes, self.parameters_of(stage))))
         return stored + num_saved * self.saved_bytes(stage)

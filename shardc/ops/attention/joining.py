@@ -1,12 +1,12 @@
-"""On one rank: the attention of its chunk of queries to one chunk of keys after the other.
+"""The attention of one rank's chunk of queries to the chunks of keys, one after the other.
 
-A rank that has a chunk of the queries needs every key once. It takes the chunks of keys and values one after the other,
-as they come round, and joins what each gives by its logsumexp (Milakov and Gimelshein 2018)::
+A rank with a chunk of the queries needs every key once. It takes the chunks of keys and values as they come round, and
+joins the results by their logsumexps (Milakov and Gimelshein 2018)::
 
     lse = logaddexp(lse_a, lse_b);  out = out_a + (out_b - out_a) * sigmoid(lse_b - lse_a)
 
-Backward runs torch's own kernel on each block with the final result and logsumexp, so that nothing is computed again
-but what that kernel does (Ring Attention, Liu et al. 2023).
+Backward runs torch's own kernel on each block with the final result and logsumexp, so that nothing is recomputed except
+in that kernel (Ring Attention, Liu et al. 2023).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from .tiles import Tile
 class Joined:
     """The attention of a chunk of queries to all keys that it has met.
 
-    State: ``out``, in the dtype that sums are made in and in the layout of torch's kernels, and ``lse``, minus
-    infinity where a query has seen no key yet. What the first tile of all queries gives is taken as it is.
+    State: ``out``, in the dtype of sums and the layout of torch's kernels, and ``lse``, minus infinity for a query that
+    has seen no key yet. If the first tile has all queries, its result is taken as it is.
     """
 
     def __init__(self, ring: Ring, index: int, q: Tensor, v: Tensor, *leaves: Tensor) -> None:
@@ -62,16 +62,16 @@ class Joined:
 
     @property
     def results(self) -> tuple[Tensor, Tensor]:
-        """The result in the dtype of the operands, and its logsumexp, 0 where a query sees no key."""
+        """The result in the dtype of the operands, and its logsumexp, 0 for a query that sees no key."""
         out, lse = self._ready()
         return out.to(self.q.dtype), lse.masked_fill(lse == -torch.inf, 0.0)
 
 
 class Gradients:
-    """The gradients that a chunk of queries gives.
+    """The gradients that come from a chunk of queries.
 
-    State: ``of_queries``, a sum over the keys that it has met, None before the first; ``of_mask``, in the columns of
-    these keys.
+    State: ``of_queries``, a sum over the keys that it has met, None before the first; ``of_mask``, known in the columns
+    of these keys.
     """
 
     def __init__(
@@ -84,9 +84,9 @@ class Gradients:
     def meet(
         self, source: int | None, k: Tensor, v: Tensor, rows: range | None = None, is_sent: bool = False
     ) -> tuple[Tensor, ...]:
-        """What the queries add to the gradients of these keys and values, which are as in ``Joined.meet``.
+        """The terms that the queries add to the gradients of these keys and values; arguments as of ``Joined.meet``.
 
-        ``is_sent``: to other ranks, for which they are one after the other in memory.
+        ``is_sent``: they are sent to other ranks, so they are one after the other in memory.
         """
         tiles, dtype = list(self.ring.tiles(self.index, source, rows, k.is_cuda)), wide_dtype(k.dtype)
         is_one = len(tiles) == 1 and _is_all(tiles[0].columns, k)  # then its gradients are those of all keys
@@ -102,7 +102,7 @@ class Gradients:
         return tuple(sums)
 
     def _of_tile(self, tile: Tile, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients of a tile's keys and values; that of its queries is added to theirs."""
+        """The gradients of a tile's keys and values; that of its queries is added to ``of_queries``."""
         grad, q, out, lse = (x[:, :, tile.rows] for x in self.rows)
         scores = self.ring.scores(tile, self.leaves, self.of_mask)
         run = kernels(self.ring.family, scores).backward
@@ -120,13 +120,13 @@ class Gradients:
         return self.of_queries
 
     def results(self, of_keys: Sequence[Tensor], q: Tensor) -> tuple[Tensor, ...]:
-        """The gradients of queries, keys and values, and of the mask where it is asked for, in their dtypes."""
+        """The gradients of queries, keys and values, and of the mask if it is requested, in their dtypes."""
         of_mask = () if self.of_mask is None else (self.of_mask.to(q.dtype),)
         return self._sum_of_queries().to(q.dtype), *of_keys, *of_mask
 
 
 def beside_one_another(xs: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Empty tensors of the shapes of others, one after the other in memory, to be sent together as they are."""
+    """Empty tensors of the shapes of ``xs``, one after the other in memory, to be sent together without a copy."""
     pieces = xs[0].new_empty(sum(x.numel() for x in xs), dtype=dtype).split([x.numel() for x in xs])
     return [piece.view(x.shape) for piece, x in zip(pieces, xs, strict=True)]
 

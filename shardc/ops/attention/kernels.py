@@ -1,4 +1,4 @@
-"""Kernels of attention with the same arguments: torch's, of all families, and one of our own for any device."""
+"""Attention kernels with one interface: torch's, of all families, and one of our own for any device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Kernels(Protocol):
 
 
 def kernels(family: Family, scores: Scores) -> Kernels:
-    """The kernels of a family; cuDNN's give way to others, and so do those that take no mask where there is one."""
+    """The kernels of a family. Flash attention replaces cuDNN's, and with a mask memory-efficient attention does."""
     if family == TILED_FAMILY:
         return Products()
     if family == "flash_attention_for_cpu":
@@ -78,7 +78,7 @@ class _Flash:
 
 
 class _Efficient:
-    """It takes as many heads of keys as of queries. Its logsumexp has a multiple of 32 queries."""
+    """Memory-efficient attention. Keys need as many heads as queries; the logsumexp has a multiple of 32 queries."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         k, v = (self._repeated(x, q.shape[1]) for x in (k, v))
@@ -103,7 +103,7 @@ class _Efficient:
         return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
     def _summed(self, x: Tensor, groups: int) -> Tensor:
-        """The gradient of what was repeated, summed in float32 at least."""
+        """The gradient summed over repeated heads, in float32 at least."""
         return x if x.shape[1] == groups else x.unflatten(1, (groups, -1)).sum(2, dtype=wide_dtype(x.dtype))
 
     def _bias(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor | None:
@@ -113,5 +113,5 @@ class _Efficient:
 
 
 def _seed(x: Tensor) -> Tensor:
-    """What kernels read where there is dropout."""
+    """A stand-in for the seeds, which kernels read only with dropout."""
     return torch.empty([], dtype=torch.long, device=x.device)

@@ -1,10 +1,10 @@
 """Memory layouts that kernels of torch need.
 
-Programs do not state layouts, so the executor makes these copies. In other layouts the kernels refuse their operands,
-or silently compute wrong values: those of fused attention where elements of the last dim are not neighbours; the
-backward of CUDA's memory-efficient one in two bytes, which reads its result as ``[batch, position, head, size]``
-whatever its strides are (torch 2.11 to 2.13); and that of cuDNN's, which takes it to have the strides of the first call
-with queries, keys and values of these strides (torch 2.11).
+Programs do not state layouts, so the executor makes these copies. In other layouts the kernels refuse their operands or
+silently compute wrong values. Fused attention needs neighbours in the last dim to be neighbours in memory. In dtypes of
+two bytes, the backward of CUDA's memory-efficient attention reads the result of forward as ``[batch, position, head,
+size]`` regardless of its strides (torch 2.11 to 2.13). cuDNN's backward takes that result to have the strides of the
+first call with queries, keys and values of the same strides (torch 2.11).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch.nn.functional import pad
 aten = torch.ops.aten
 EFFICIENT = aten._scaled_dot_product_efficient_attention.default
 EFFICIENT_BACKWARD = aten._scaled_dot_product_efficient_attention_backward.default
-ROW = 16  # elements, at multiples of which each row of a mask begins in memory
+ROW = 16  # each row of a mask begins in memory at a multiple of this number of elements
 
-Layout = Callable[[int, Sequence[Any]], Tensor]  # of all arguments the one at a position, in the layout that it needs
+Layout = Callable[[int, Sequence[Any]], Tensor]  # (position, all arguments) to the argument there, in its layout
 
 
 def dense(x: Tensor) -> Tensor:
-    """Neighbours in the last dim are neighbours in memory."""
+    """A tensor whose neighbours in the last dim are neighbours in memory."""
     return x if x.ndim == 0 or x.stride(-1) == 1 else x.contiguous()
 
 
@@ -35,14 +35,14 @@ def positions_first(x: Tensor) -> Tensor:
 
 
 def with_long_rows(mask: Tensor) -> Tensor:
-    """Each row begins at a multiple of ``ROW`` elements; rows that are all the same stay so."""
+    """A mask whose rows begin at multiples of ``ROW`` elements; broadcast rows (stride 0) do so."""
     places = (mask.storage_offset(), *mask.stride()[:-1])
     is_ready = mask.stride(-1) == 1 and all(place % ROW == 0 for place in places)
     return mask if is_ready else pad(mask, [0, -mask.shape[-1] % ROW])[..., : mask.shape[-1]]
 
 
 def in_order_of(x: Tensor, other: Tensor) -> Tensor:
-    """A tensor whose dims follow each other in memory as those of another do."""
+    """A tensor whose dims have the same order in memory as those of another."""
     order = sorted(range(other.ndim), key=other.stride().__getitem__, reverse=True)
     return x.permute(order).contiguous().permute([order.index(dim) for dim in range(x.ndim)])
 
@@ -66,7 +66,7 @@ def _of_efficient_backward(at: int, args: Sequence[Any]) -> Tensor:
 
 
 def _of_cudnn_backward(at: int, args: Sequence[Any]) -> Tensor:
-    """The result comes in the layout that forward gives it, which is that of the queries."""
+    """The result of forward is expected in the layout that forward gave it, which is that of the queries."""
     return in_order_of(args[at], args[1]) if at == 4 else dense(args[at])
 
 

@@ -1,11 +1,11 @@
-"""Masks of attention that are made tile by tile: a few pointwise ops on rows and columns, as of positions or padding.
+"""Attention masks that are made tile by tile, by a few pointwise ops on rows and columns such as positions or padding.
 
 A model makes its mask from vectors of positions and of the batch::
 
     mask[b, 0, i, j] = 0 if row[i] >= column[j] and kept[b, j] else -inf
 
-Where each tile of attention makes its own part, nothing of the size of positions by positions is made. Where vectors
-are positions it follows by intervals whether a tile sees all, so that it needs no mask, or nothing and is left out.
+Each tile of attention makes its own part, so that nothing of the size of positions by positions is made. If the vectors
+are positions, interval arithmetic tells whether a tile sees everything, and needs no mask, or nothing, and is left out.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Interval = tuple[float, float]  # from the least to the most that a value may be; False is 0 and True is 1
-LARGEST = 1e4  # a number that leaves a logsumexp enough digits
-REFERENCE = "value"  # a pair of this and an index stands in the arguments of a step for a value before it
+Interval = tuple[float, float]  # the least and the greatest possible value; False is 0 and True is 1
+LARGEST = 1e4  # the largest number that leaves a logsumexp enough digits
+REFERENCE = "value"  # a pair of this and an index, in the arguments of a step, refers to an earlier value
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A tensor that a mask is made of. ``along``: the dim of the mask that it has, ``row`` or ``column``, or neither.
+    """An input of a mask. ``along``: the dim of the mask along which it varies, ``row`` or ``column``, or neither.
 
-    ``start``: its elements count on from there, or None where they do not. ``is_bool``: they are True or False.
-    ``is_float``: they are no whole numbers.
+    ``start``: its elements count up from this number; None if they do not. ``is_bool``: they are True or False.
+    ``is_float``: they are floats.
     """
 
     along: str = ""
@@ -39,13 +39,13 @@ class Leaf:
     is_float: bool = False
 
     def text(self, index: int) -> str:
-        """As a part of an expression: ``row``, ``column - 8``, or the number of the leaf."""
+        """The leaf in an expression: ``row``, ``column - 8``, or the number of the leaf."""
         if self.start is None:
             return f"given {index}"
         return self.along + (f" {'+-'[self.start < 0]} {abs(self.start)}" if self.start else "")
 
     def interval(self, rows: range, columns: range) -> Interval:
-        """What its elements at these positions may be."""
+        """The interval of its elements at these positions."""
         positions = rows if self.along == "row" else columns
         if self.start is None or not positions:
             return (0, 1) if self.is_bool else UNKNOWN
@@ -54,14 +54,14 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A call of an op, whose arguments refer to values before it: to leaves, and to results of steps after these."""
+    """A call of an op, whose arguments may refer to earlier values: the leaves, then the results of earlier steps."""
 
     op: str
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...] = ()
 
     def filled(self, values: Sequence[Any], constant: Callable[[Any], Any] = lambda arg: arg) -> list[Any]:
-        """The arguments, with values in the place of references; all others become ``constant(argument)``."""
+        """The arguments, with values in place of references; all others become ``constant(argument)``."""
         return [
             values[arg[1]] if isinstance(arg, tuple) and arg[:1] == (REFERENCE,) else constant(arg) for arg in self.args
         ]
@@ -69,13 +69,13 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """How a mask is made of its leaves; the value of the last step, or of the one leaf, is added to the scores."""
+    """The steps that make a mask of its leaves; the value of the last step, or of the only leaf, is added to scores."""
 
     leaves: tuple[Leaf, ...]
     steps: tuple[Step, ...] = ()
 
     def __str__(self) -> str:
-        """As an expression, such as ``where(le(column, row), 0.0, -inf)``."""
+        """The mask as an expression, such as ``where(le(column, row), 0.0, -inf)``."""
         texts = [leaf.text(i) for i, leaf in enumerate(self.leaves)]
         for step in self.steps:
             name, args = step.op.partition(".")[0], [str(arg) for arg in step.filled(texts)]
@@ -86,14 +86,14 @@ class Mask:
     def may_lower(self) -> bool:
         """Whether a finite number, such as ``finfo.min``, may hide all keys of a query.
 
-        Attention is then the mean of all values. The logsumexp of a tile is that number, however many keys it has, so
-        that tiles cannot be joined in proportion to their keys.
+        Attention is then the mean of all values. The logsumexp of a tile is that number, regardless of the number of
+        its keys, so that tiles cannot be joined in proportion to their keys.
         """
         numbers = (abs(arg) for step in self.steps for arg in step.args if isinstance(arg, (int, float)))
         return any(leaf.is_float for leaf in self.leaves) or any(LARGEST < number < inf for number in numbers)
 
     def make(self, leaves: Sequence[Tensor]) -> Tensor:
-        """The mask of these leaves, or a piece of it of pieces of them."""
+        """Make the mask from its leaves, or a piece of it from pieces of them."""
         *_, values = self._made(leaves)
         made: Tensor = values[-1]
         return made
@@ -120,7 +120,7 @@ class Mask:
             values[:-1] = [None if last.get(j, i) <= i else value for j, value in enumerate(values[:-1])]
 
     def shows(self, rows: range, columns: range) -> bool | None:
-        """Whether each row sees all these columns, or none sees any; None where neither holds or it is not known."""
+        """True if each row sees all these columns, False if none sees any, None if neither holds or it is not known."""
         values = [leaf.interval(rows, columns) for leaf in self.leaves]
         for step in self.steps:
             name, kwargs = step.op.partition(".")[0], dict(step.kwargs)
@@ -130,7 +130,7 @@ class Mask:
         return True if values[-1] == (0, 0) else False if values[-1][1] == -inf else None
 
 
-AS_IT_IS = Mask((Leaf("both", is_float=True),))  # a mask that is given, and not made
+AS_IT_IS = Mask((Leaf("both", is_float=True),))  # a mask that is passed as a tensor, not made
 
 
 def has_rows(shape: Sequence[int]) -> bool:
@@ -144,7 +144,7 @@ def op_named(name: str) -> Any:
     return getattr(getattr(torch.ops.aten, packet), overload)
 
 
-# What the results of an op may be, from what its arguments may be.
+# Interval arithmetic: the interval of the result of an op, from those of its arguments.
 
 
 UNKNOWN: Interval = (-inf, inf)
@@ -163,7 +163,7 @@ def _sum(a: Interval, b: Interval) -> Interval:
 
 
 def _compared(holds: Callable[[float, float], bool]) -> Callable[..., Interval]:
-    """A comparison that holds the more the larger the first and the smaller the second."""
+    """A comparison that favours a larger first and a smaller second argument."""
     return lambda a, b: (int(holds(a[0], b[1])), int(holds(a[1], b[0])))
 
 
@@ -204,7 +204,7 @@ def _distance(a: Interval) -> Interval:
 
 
 def _cast(a: Interval, dtype: Any = None) -> Interval:
-    """Of values that every dtype has."""
+    """The interval is known only for values that every dtype has."""
     if dtype == torch.bool:
         return _truth(a)
     return a if dtype is not None and dtype.is_floating_point and set(a) <= {0, 1, inf, -inf} else UNKNOWN

@@ -1,6 +1,6 @@
-"""Kernels of our own, of any device: two products, and a softmax with dropout between them.
+"""Attention kernels of our own for any device: two products, and a softmax with dropout between them.
 
-On CUDA Inductor compiles what lies between the products, which is a tenth of the time of its ops one by one.
+On CUDA Inductor compiles the ops between the products, which takes a tenth of their time one by one.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from shardc.ops.reduction import wide_dtype
 from .score import ScoreMod, score_mod_of
 
 Heads = tuple[slice, slice]  # some samples, and some heads of theirs
-MOST_SCORES = 2**21  # that are made at a time
-MORE_ON_CUDA = 16  # times as many; compiled they hold 4 bytes of each in forward and 8 in backward
+MOST_SCORES = 2**21  # scores that are made at a time
+MORE_ON_CUDA = 16  # times as many; compiled kernels hold 4 bytes of each in forward and 8 in backward
 
 
 @dataclass(frozen=True, slots=True)
 class Dropout:
-    """Which probabilities become 0; the others are divided by 1 - ``chance``.
+    """The dropout mask of the probabilities: each becomes 0 with ``chance``; the others are divided by 1 - ``chance``.
 
-    ``state``: of the stream of random numbers. ``first``: for each query the index in it of the score of the key at
-    position 0, ``[batch, heads, queries]``. ``start``: the position of the first key.
+    ``state``: the state of the stream of random numbers. ``first``: for each query the index in the stream of its score
+    with the key at position 0, ``[batch, heads, queries]``. ``start``: the position of the first key.
     """
 
     state: Tensor
@@ -41,20 +41,20 @@ class Dropout:
 
     @property
     def factor(self) -> float:
-        """What the probabilities that are kept are multiplied by."""
+        """The multiplier of the probabilities that are kept."""
         return 1 / (1 - self.chance) if self.chance < 1 else 0.0
 
     def of(self, heads: Heads) -> tuple[Tensor, Tensor, int, float]:
-        """What ``_kept`` needs for some heads."""
+        """The arguments of ``_kept`` for some heads."""
         return self.state, self.first[heads], self.start, self.chance
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What becomes of scores: they are multiplied by ``scale``, and a ``mask`` is added.
+    """The operations on scores: they are multiplied by ``scale``, and a ``mask`` is added.
 
-    ``shift``: what the logsumexp of each query is given less of, ``[..., queries, 1]``. ``of_mask``: to which backward
-    adds the gradient of the mask. ``score_mod``: changes scores before the mask is added.
+    ``shift``: the number to subtract from the logsumexp of each query, ``[..., queries, 1]``. ``of_mask``: the tensor
+    to which backward adds the gradient of the mask. ``score_mod``: changes scores before the mask is added.
     """
 
     mask: Tensor | None
@@ -67,26 +67,26 @@ class Scores:
 
     @property
     def hidden(self) -> Tensor:
-        """The queries that the mask lets see no key, shaped to broadcast to a logsumexp."""
+        """The queries from which the mask hides all keys, shaped to broadcast to a logsumexp."""
         assert self.mask is not None
         return (self.mask == -torch.inf).all(-1)
 
     @property
     def factor(self) -> float:
-        """What the probabilities that dropout keeps are multiplied by."""
+        """The multiplier of the probabilities that dropout keeps."""
         return 1.0 if self.dropout is None else self.dropout.factor
 
     def scale_of(self, q: Tensor) -> float:
-        """By default 1 / sqrt(head size)."""
+        """The scale of scores, by default 1 / sqrt(head size)."""
         return q.shape[-1] ** -0.5 if self.scale is None else self.scale
 
     def of(self, heads: Heads) -> tuple[Any, ...]:
-        """What ``_to_probabilities`` needs for the scores of some heads."""
+        """The arguments of ``_to_probabilities`` for the scores of some heads."""
         mask, shift = _of_mask(self.mask, heads), _of_mask(self.shift, heads)
         return mask, shift, self.is_causal, None if self.dropout is None else self.dropout.of(heads)
 
     def changed(self, s: Tensor) -> Tensor:
-        """Scores before the mask is added."""
+        """Scores after ``score_mod``, before the mask is added."""
         return s if self.score_mod is None else self.score_mod.changed(s)
 
     def gradients(self, s: Tensor, ds: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ class Scores:
 
 
 class Products:
-    """Attention of a few heads at a time. Operands of 2 bytes are computed in float32, and so are their results."""
+    """Attention of a few heads at a time. Operands of 2 bytes are computed in float32, and the results are float32."""
 
     @torch.no_grad()
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
@@ -151,7 +151,7 @@ def _to_probabilities(
     s: Tensor, mask: Tensor | None, shift: Tensor | None, is_causal: bool,
     dropout: tuple[Tensor, Tensor, int, float] | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Turn scores into probabilities, in place, with dropout and not yet divided by their sum.
+    """Turn scores into probabilities in place, with dropout, not yet divided by their sum.
 
     Returns the logsumexp, and the sum as ``[..., queries, 1]``, 1 for a query that sees no key.
     """
@@ -172,7 +172,7 @@ def _to_gradients(
 ) -> None:  # fmt: skip
     """Turn scores into probabilities with dropout, and the gradients of these into those of scores, in place.
 
-    ``delta``: for each query the product of its result and the gradient of that.
+    ``delta``: for each query the dot product of its result and the gradient of that.
     """
     _show(s, mask, is_causal)
     if shift is not None:
@@ -185,7 +185,7 @@ def _to_gradients(
 
 
 def _of_mask(mask: Tensor | None, heads: Heads) -> Tensor | None:
-    """What a mask, or a tensor of its dims, has for some heads."""
+    """The part of a mask, or of a tensor with its dims, for some heads."""
     if mask is None or mask.ndim < 4:
         return mask
     return mask[tuple(slice(None) if size == 1 else some for size, some in zip(mask.shape, heads, strict=False))]
@@ -207,11 +207,11 @@ def _kept(s: Tensor, state: Tensor, first: Tensor, start: int, chance: float) ->
 def tiled_workspace(
     q: TensorType, k: TensorType, tile: int, dropout: float, score_text: str = "", *, is_backward: bool
 ) -> int:
-    """Bytes that the kernels hold of scores at a time, whose tiles have at most so many rows and columns.
+    """Bytes of scores that the kernels hold at a time, in tiles of at most ``tile`` rows and columns.
 
-    Scores, in backward their gradients, and which of a head are seen; with dropout the index of each score, of 8 bytes,
-    that of its random number, and the number itself, of 4. Each step of a function that changes scores makes as many,
-    and its derivative needs them before.
+    They hold the scores, their gradients in backward, and for one head which scores are seen. Dropout adds for each
+    score its index, of 8 bytes, the bits of its random number, of 8, and the number itself, of 4. Each step of a
+    function that changes scores makes a further tensor of their size; its derivative needs the changed scores first.
     """
     (batch, heads, *_), num_keys, rows, columns = q.shape, k.shape[1], min(q.shape[2], tile), min(k.shape[2], tile)
     num_keys, num_each = _num_heads(heads // num_keys, rows, columns, MOST_SCORES)
@@ -224,15 +224,15 @@ def tiled_workspace(
 
 
 def _num_heads(num_each: int, rows: int, columns: int, most_scores: int) -> tuple[int, int]:
-    """Heads of keys, and of each some of its ``num_each`` heads of queries, whose scores are made at a time."""
+    """The number of key heads, and of query heads of each (of its ``num_each``), whose scores are made at a time."""
     most = max(1, most_scores // max(1, rows * columns))
     return max(1, most // num_each), min(most, num_each)
 
 
 def _some_heads(q: Tensor, k: Tensor) -> Iterator[tuple[Heads, Heads]]:
-    """Heads of queries, and those of keys that they see, of which few enough scores are made at a time.
+    """Heads of queries with the heads of keys that they see, few enough for the limit on scores made at a time.
 
-    None on meta, where nothing is computed.
+    Yields none on meta, where nothing is computed.
     """
     if q.is_meta:
         return
@@ -248,7 +248,7 @@ def _some_heads(q: Tensor, k: Tensor) -> Iterator[tuple[Heads, Heads]]:
 
 
 def _of_heads(x: Tensor, y: Tensor) -> Tensor:
-    """``x @ y``, where ``y`` may have fewer heads, each for several of ``x`` that follow one another."""
+    """``x @ y``, where ``y`` may have fewer heads, each for several consecutive heads of ``x``."""
     grouped = x.unflatten(1, (y.shape[1], -1)).flatten(2, 3)
     return (grouped @ y).view(*x.shape[:3], y.shape[-1])
 

@@ -1,4 +1,4 @@
-"""How attention over cut positions goes round: who sees what, what is sent, and how much work each rank has."""
+"""Ring attention over cut positions: the tiles of each rank, the keys that are sent, and the work of each rank."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from .tiles import Run, Tile, joined, pieces, place, runs_of, side_by_side, tile
 
 POSITIONS = 2  # the dim of queries, keys and values, of results and of the logsumexp
 TILE = 1024  # queries, and keys, for which a part of a mask is made at a time
-TILE_ON_CUDA = 4096  # queries, and keys, whose scores are made at a time, where there is no mask
-MOST_COUNTED = 64  # chunks of which it is found out how far their keys travel, and which has most to do
+TILE_ON_CUDA = 4096  # the same for scores without a mask
+MOST_COUNTED = 64  # the most chunks for which the travel of keys and the work of each rank are computed
 
 
 @dataclass(frozen=True, slots=True)
 class Hop:
     """One step of keys and values to the next rank, or to the one before.
 
-    ``distance``: each rank meets the chunk that is so many indices before its own, or behind it if below 0. ``rows``:
-    those of the chunk that are sent, since ranks see them in this step or further on that way. ``seen``: those that any
-    step that way sends, whose gradients travel in each.
+    ``distance``: each rank meets the chunk that is ``distance`` indices before its own, or behind it if negative.
+    ``rows``: the rows of the chunk that are sent, since ranks see them in this step or a later one in this direction.
+    ``seen``: the rows that any step in this direction sends; their gradients travel in every step.
     """
 
     distance: int
@@ -51,7 +51,7 @@ class Hop:
 
     @property
     def is_first(self) -> bool:
-        """Whether ranks send rows of their own chunks in this step, and not of those that they have met."""
+        """Whether ranks send rows of their own chunks in this step, not of chunks that they have met."""
         return abs(self.distance) == 1
 
 
@@ -59,15 +59,15 @@ class Hop:
 class Ring:
     """One attention over cut positions: ``queries`` and ``keys``, each cut in ``count`` chunks as torch.chunk does.
 
-    ``nested``: where several axes do not divide them, how many chunks the first makes, the next of each of these, and
-    so on.
-    ``family``: whose kernels run. ``is_causal``: query i sees keys up to i. ``scale``: of the scores, by default
+    ``nested``: if several axes do not divide them evenly, the number of chunks that the first axis makes, the number
+    that the next makes of each of these, and so on.
+    ``family``: the family of kernels. ``is_causal``: query i sees keys up to i. ``scale``: of the scores, by default
     1 / sqrt(head size). ``travels``: chunks of keys and values go round; else they are whole on every rank.
-    ``made_by``: the fields of a ``Mask``, where there is one; its leaves have rows for the queries of a chunk and
-    columns for all keys in order. ``in_zigzag``: whether queries, and keys, are in zigzag and not in order.
-    ``dropout``: the chance of a probability to become 0. ``draw``: which draw of the step that is. ``of_mask``: of each
-    dim of the mask whether it has more than one element, where backward returns the gradient of the mask too.
-    ``score_text``: that of a ``ScoreMod``, if there is one.
+    ``made_by``: the fields of a ``Mask``, if there is one; its leaves have rows for the queries of a chunk and columns
+    for all keys in order. ``in_zigzag``: whether queries, and keys, are in zigzag and not in order. ``dropout``: the
+    chance that a probability becomes 0. ``draw``: the number of this draw in the step. ``of_mask``: for each dim of the
+    mask whether it has more than one element, if backward returns the gradient of the mask too. ``score_text``: the
+    text of a ``ScoreMod``, if there is one.
     """
 
     family: Family
@@ -103,31 +103,31 @@ class Ring:
 
     @property
     def mask(self) -> Mask | None:
-        """How the mask is made."""
+        """The steps that make the mask; None without a mask."""
         return None if self.made_by is None else mask_of(self.made_by)
 
     @property
     def score_mod(self) -> ScoreMod | None:
-        """What changes scores before the mask is added."""
+        """The function that changes scores before the mask is added; None if there is none."""
         return score_mod_of(self.score_text) if self.score_text else None
 
     @property
     def steps(self) -> int:
-        """How often keys go from one rank to another: each way as far as the last rank that sees any of them."""
+        """The number of times that keys go to a next rank: in each direction up to the last rank that sees any."""
         if not self.travels:
             return 0
         return self.count - 1 if self.sent is None else len(self.sent)
 
     @property
     def sent(self) -> tuple[Hop, ...] | None:
-        """The steps, where a mask may hide rows; None where all rows go all the way round."""
+        """The steps, if a mask may hide rows; None if all rows go all the way round."""
         if not self.travels or self.mask is None or (not isinstance(self.count, int) and not self._hides_ends):
             return None
         return _sent(self._undrawn) if self.count <= MOST_COUNTED else None
 
     @property
     def hops(self) -> tuple[Hop, ...]:
-        """What a rank meets: its own chunk, then what each step brings."""
+        """The chunks that a rank meets: its own, then that of each step."""
         chunk = range(ceil_div(self.keys, self.count))
         sent = self.sent
         if sent is None:
@@ -142,28 +142,29 @@ class Ring:
         return any(self.mask.shows(*each) is False for each in zip(queries, reversed(keys), strict=True))
 
     def source(self, index: int, hop: Hop) -> int:
-        """The index of the chunk that a rank meets, or of none where keys that go both ways come round the end."""
+        """The index of the chunk that a rank meets; if keys go both ways it may be out of range, which is no chunk."""
         goes_both_ways = self.sent is not None and any(each.way < 0 for each in self.sent)
         return index - hop.distance if goes_both_ways else (index - hop.distance) % self.count
 
     @property
     def imbalance(self) -> float:
-        """Work of the busiest rank beside the mean of all; 1 for masks, whose tiles may be many."""
+        """Work of the busiest rank relative to the mean; 1 if not causal, and for masks or chunks with many tiles."""
         if not isinstance(self.count, int) or self.count > MOST_COUNTED or not self.is_causal or self.mask is not None:
             return 1.0
         return _imbalance(self._undrawn)
 
     @property
     def _undrawn(self) -> Ring:
-        """The same without dropout, in which each layer has a draw of its own: what layers ask is found out once."""
+        """This ring without dropout, whose draw differs between layers, so that all layers share cached results."""
         if self.family != TILED_FAMILY:
             return self
         return replace(self, family="flash_attention", dropout=0.0, draw=0)
 
     def tiles(self, index: int, source: int | None, rows: range | None = None, on_cuda: bool = False) -> Iterator[Tile]:
-        """What the queries of a chunk see of the keys of another chunk, or of all, in tiles; causal ones are square.
+        """The tiles of a chunk of queries and a chunk of keys, or all if ``source`` is None; causal tiles are square.
 
-        ``rows``: those of the keys that are there, by default all. ``on_cuda``: tiles without a mask may be larger.
+        ``rows``: the keys of the chunk that are present, by default all. ``on_cuda``: tiles without a mask may be
+        larger.
         """
         runs, others = self._queries(index), self._keys(source)
         others = others if rows is None else within(others, rows)
@@ -176,9 +177,9 @@ class Ring:
             yield from joined(self._apart(runs, others, TILE))
 
     def scores(self, tile: Tile, leaves: Sequence[Tensor], of_mask: Tensor | None = None) -> Scores:
-        """What becomes of scores in a tile.
+        """The operations on the scores of a tile.
 
-        ``leaves``: what ``prepared`` returns. ``of_mask``: the gradient of the mask, where it is asked for.
+        ``leaves``: the tensors that ``prepared`` returns. ``of_mask``: the gradient of the mask, if it is requested.
         """
         mask, dropout, shift = None, None, None
         if self.dropout:
@@ -196,8 +197,8 @@ class Ring:
     def prepared(self, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The operands after queries, keys and values, with the state of a stream in place of seed and step.
 
-        They are the leaves of the mask, and where there is dropout the program's seed and step, and for each query the
-        index of its first score among all, ``[batch, heads, queries]``. What ``_shift`` finds of a mask follows it.
+        They are the leaves of the mask and, with dropout, the program's seed and step, and for each query the index of
+        its first score among all, ``[batch, heads, queries]``. The result of ``_shift``, if any, follows the leaves.
         """
         of_mask = leaves[:-2] if self.dropout else leaves
         shift = (self._shift(of_mask),) if self._is_shifted else ()
@@ -208,14 +209,14 @@ class Ring:
 
     @property
     def _is_shifted(self) -> bool:
-        """Whether numbers that hide keys are taken off the scores of a query again, so that their sum is kept."""
+        """Whether numbers that hide keys are subtracted from the scores of a query again, so that their sum is kept."""
         return self.family == TILED_FAMILY and self.mask is not None and self.mask.may_lower
 
     def _shift(self, leaves: Sequence[Tensor]) -> Tensor:
         """The largest number that the mask adds to scores of a query, 0 for most: ``[..., queries, 1]``.
 
-        One that is far from 0, as where all keys are hidden by ``finfo.min``, leaves a logsumexp no digits for how many
-        they are. It is added to scores first, since what it hides is no longer there after that.
+        A number far from 0, such as ``finfo.min`` on all keys, leaves a logsumexp no digits for the number of keys. It
+        is added to scores before it is subtracted, since the addition removes the scores that it hides.
         """
         assert self.mask is not None
         if not self.keys:
@@ -227,7 +228,7 @@ class Ring:
         return largest.masked_fill((largest.abs() <= LARGEST) | largest.isinf(), 0.0)
 
     def zeros_of_mask(self, q: Tensor) -> Tensor | None:
-        """Where queries, ``[batch, heads, queries, size]``, put the gradient of the mask, in the dtype of sums."""
+        """Zeros for the gradient of the mask from queries ``[batch, heads, queries, size]``, in the dtype of sums."""
         if self.of_mask is None:
             return None
         shape = (*q.shape[:3], self.keys)[-len(self.of_mask) :]
@@ -237,7 +238,7 @@ class Ring:
     def reorder(
         self, op: Callable[..., Tensor], of_queries: Sequence[Tensor], of_keys: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Whole tensors of queries, then those of keys, brought into zigzag, or back in order, where they are."""
+        """Apply ``op``, into zigzag or back in order, to whole tensors of queries, then of keys, if these are in it."""
         pairs = [(x, own) for own, xs in zip(self.in_zigzag, (of_queries, of_keys), strict=True) for x in xs]
         return [op(x, POSITIONS, 1, 1, self.count) if own else x for x, own in pairs]
 
@@ -251,7 +252,7 @@ class Ring:
         return side_by_side(in_zigzag(self.keys, self.count) if self.in_zigzag[1] else [range(self.keys)])
 
     def _apart(self, runs: Sequence[Run], others: Sequence[Run], unmasked: int) -> Iterator[Tile]:
-        """The tiles of runs of queries and runs of keys, none too large for what is made for each of its scores."""
+        """The tiles of runs of queries and runs of keys, small enough for the tensors that are made of their scores."""
         for run, other in product(runs, others):
             queries, keys = run.positions, other.positions
             height = width = unmasked if self.mask is None else TILE
@@ -278,19 +279,19 @@ class Ring:
 
 
 def wide_dims(mask: Sequence[int]) -> tuple[bool, ...]:
-    """For each dim of a mask of this shape whether it has more than one element."""
+    """For each dim of a mask of this shape, whether it has more than one element."""
     return tuple(size != 1 for size in mask)
 
 
 def _of_tile(x: Tensor, tile: Tile) -> Tensor:
-    """What a tile reads of a tensor with rows for queries and columns for all keys, or with one of either."""
+    """The part that a tile reads of a tensor with rows for queries and columns for all keys, or with one of either."""
     rows = x[..., tile.rows, :] if has_rows(x.shape) else x
     return rows.narrow(-1, tile.start, tile.num_columns) if x.ndim and x.shape[-1] > 1 else rows
 
 
 @lru_cache(maxsize=256)
 def _sent(ring: Ring) -> tuple[Hop, ...]:
-    """The steps of keys that all go to the next rank, or of keys that go both ways where these send fewer rows."""
+    """The steps if all keys go to the next rank, or if they go both ways, whichever sends fewer rows."""
     distances = range(1, ring.count)
     before, behind = ([_rows_seen(ring, way * distance) for distance in distances] for way in (1, -1))
     around = list(map(_hull, before, reversed(behind)))
@@ -299,25 +300,25 @@ def _sent(ring: Ring) -> tuple[Hop, ...]:
 
 
 def _num_sent(hops: Iterable[Hop]) -> int:
-    """How many rows a rank sends in forward and backward together."""
+    """The number of rows that a rank sends in forward and backward together."""
     return sum(2 * len(hop.rows) + len(hop.seen) for hop in hops)
 
 
 def _hops(way: int, seen: Sequence[range]) -> tuple[Hop, ...]:
-    """The steps of keys that go one way, of which ranks see these rows at distances of 1, 2 and so on."""
+    """The steps in one direction, if ranks see the rows ``seen`` at distances of 1, 2 and so on."""
     sent = [*accumulate(reversed(seen), _hull)][::-1]
     return tuple(Hop(way * distance, rows, sent[0]) for distance, rows in enumerate(sent, 1) if rows)
 
 
 def _hull(one: range, other: range) -> range:
-    """From the first to the last row of both."""
+    """The range from the first to the last row of both."""
     if not one or not other:
         return one or other
     return range(min(one.start, other.start), max(one.stop, other.stop))
 
 
 def _rows_seen(ring: Ring, distance: int) -> range:
-    """From the first to the last row that any rank sees of the chunk so many indices before its own."""
+    """The range from the first to the last row that any rank sees of the chunk ``distance`` indices before its own."""
     seen = range(0)
     for index in range(max(0, distance), min(ring.count, ring.count + distance)):
         for run, other in product(ring._queries(index), ring._keys(index - distance)):
@@ -329,7 +330,7 @@ def _rows_seen(ring: Ring, distance: int) -> range:
 
 
 def _columns_seen(ring: Ring, rows: range, columns: range) -> range:
-    """From the first to the last column that any of the rows may see."""
+    """The range from the first to the last column that any of the rows may see."""
     mask = ring.mask
     assert mask is not None
     if not rows or not columns or (shows := mask.shows(rows, columns)) is False:
@@ -344,7 +345,7 @@ def _columns_seen(ring: Ring, rows: range, columns: range) -> range:
 
 
 def _num_hidden(mask: Mask, rows: range, columns: range, from_end: bool = False) -> int:
-    """How many columns, from the first or the last on, no row sees."""
+    """The number of columns, from the first or the last on, that no row sees."""
 
     def is_seen(count: int) -> bool:
         return mask.shows(rows, columns[-count:] if from_end else columns[:count]) is not False
@@ -360,9 +361,9 @@ def _imbalance(ring: Ring) -> float:
 
 
 def ring_bytes(ring: Ring, keys: TensorType, values: TensorType, *, is_backward: bool) -> int:
-    """Bytes that one rank sends, whose chunks of keys and values these are: in backward their gradients go with them.
+    """Bytes that one rank with these chunks of keys and values sends; in backward their gradients go with them.
 
-    The gradients have all rows that any other rank sees, in each step that way.
+    In every step the gradients have all rows that any step in its direction sends.
     """
     chunk = keys.nbytes + values.nbytes
     if ring.sent is None:
@@ -374,8 +375,8 @@ def ring_bytes(ring: Ring, keys: TensorType, values: TensorType, *, is_backward:
 def ring_workspace(ring: Ring, keys: TensorType, values: TensorType, *, is_backward: bool) -> int:
     """Bytes of keys and values, and of their gradients, that a rank holds while a ring runs, besides its own.
 
-    The rows that are met and the next ones, on their way, with a copy of what is sent where that is a part of a chunk.
-    In backward the gradients of its own chunk, those of a step, and those that are sent and received.
+    These are the rows that it meets and the next ones, on their way, and a copy of the rows that it sends if they are a
+    part of a chunk. Backward adds the gradients of its own chunk, those of a step, and those sent and received.
     """
     chunk, foreign = keys.nbytes + values.nbytes, at_most(2, ring.steps)
     if ring.sent:
@@ -387,7 +388,7 @@ def ring_workspace(ring: Ring, keys: TensorType, values: TensorType, *, is_backw
 
 
 def _rows_held(ring: Ring) -> int:
-    """The most rows that a rank holds at a time of those that it meets, that arrive, and that it has copied to send."""
+    """The most rows that a rank holds at a time: those that it meets, those that arrive, and copies that it sends."""
     most, own = 0, ring.hops[0]
     for hop, following in pairwise(ring.hops):
         is_copied = following.rows != (own if following.is_first else hop).rows
@@ -410,9 +411,9 @@ def tile_workspace(ring: Ring, leaves: Sequence[TensorType]) -> int:
 
 
 def mask_workspace(of_mask: TensorType, nbytes: int) -> int:
-    """Bytes held besides results, where ``nbytes`` are without the gradient of a mask.
+    """Bytes held besides results; ``nbytes`` are those without the gradient of a mask.
 
-    In 2 bytes its sums are wider, and it is made of them at the end, when nothing else is held.
+    If its dtype has 2 bytes, its sums are wider. It is made of them at the end, when nothing else is held.
     """
     wide = wide_dtype(of_mask.dtype).itemsize
     return nbytes if wide == of_mask.dtype.itemsize else of_mask.numel * wide + max(0, nbytes - of_mask.nbytes)

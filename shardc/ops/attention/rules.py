@@ -1,4 +1,4 @@
-"""The rules of torch's fused attention, and of rings, which on whole values are attention as torch has it."""
+"""The rules of torch's fused attention, and of rings, which equal torch's attention on whole values."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ OF_TORCH_BACKWARD = {getattr(aten, f"_scaled_dot_product_{family}_backward").def
 def _in_chunks(call: OpCall, first: int = 0, count: int | None = None, travels: bool = True) -> Rule:
     """Queries, keys, values, their gradients and masks are ``[batch, heads, positions, 1]``, the logsumexp has 3 dims.
 
-    ``first``: the position of the queries among the operands. Where keys have fewer heads than queries, those of the
-    queries are ``(h r)``, and the keys' gradients are sums over ``r``. A mask may lack leading dims. Positions are
-    whole until ``decompose`` takes the op apart in a ``count`` of chunks: a chunk of the queries needs all keys. In one
-    chunk, as a single position, they stay whole. ``travels``: keys are cut as queries are. Seeds and lengths have no
+    ``first``: the position of the queries among the operands. If keys have fewer heads than queries, the heads of
+    queries are ``(h r)``, and the gradients of keys are sums over ``r``. A mask may lack leading dims. Positions are
+    whole until ``decompose`` splits the op into ``count`` chunks, since a chunk of the queries needs all keys. With one
+    chunk, or a single position, they stay whole. ``travels``: keys are cut like queries. Seeds and lengths have no
     constraint.
     """
     q, k = call.operands[first : first + 2]
@@ -83,7 +83,8 @@ def ring_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention and its logsumexp. ``axes`` cut the positions, dim 2; ``values`` are those of a ``Ring``.
 
-    ``leaves``: those of its mask. In tiles where there is one chunk: that is how a rank computes with all positions.
+    ``leaves``: those of its mask, and the operands of dropout. With one chunk it is computed in tiles, as on a rank
+    that has all positions.
     """
     ring = Ring(*values)
     if ring.count == 1:
@@ -102,7 +103,7 @@ def ring_attention_backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradients of queries, keys and values, from that of the result ``out`` with logsumexp ``lse``.
 
-    And that of the mask, where the ring is to return it.
+    Also returns the gradient of the mask if the ring has ``of_mask``.
     """
     ring = Ring(*values)
     if ring.count == 1:
@@ -122,7 +123,7 @@ def ring_attention_backward(
 
 
 def _of_rows(ring: Ring, x: Tensor, op: Callable[..., Tensor]) -> Tensor:
-    """The rows that a mask has for queries, brought into zigzag or back in order."""
+    """Bring the rows that a mask has for queries into zigzag or back in order."""
     return op(x, x.ndim - 2, 1, 1, ring.count) if has_rows(x.shape) else x
 
 
@@ -148,7 +149,7 @@ rule(ring_attention_backward, partial(_ring_rule, first=1))
 
 
 def ring_flops(target: Any, args: tuple[Any, ...]) -> int:
-    """Operations of a call of ``RINGS``, from its arguments with shapes for tensors: every query meets all keys."""
+    """FLOPs of a call of ``RINGS``, from its arguments with shapes for tensors: every query meets all keys."""
     first, _, _, values, *others = args
     (q, k, v) = (first, *others[:2]) if target is ring_attention else others[:3]
     k, v = ((*shape[:2], Ring(*values).keys, shape[3]) for shape in (k, v))

@@ -1,4 +1,4 @@
-"""A function that changes scores one by one before the mask is added, as Gemma 2's cap by tanh, and its derivative."""
+"""A pointwise function of scores before the mask is added, such as Gemma 2's cap by tanh, and its derivative."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .mask import REFERENCE, Step, op_named
 
 @dataclass(frozen=True, slots=True)
 class ScoreMod:
-    """Steps from a score to the changed one, and from a score and the gradient of the changed one to its own."""
+    """Steps from a score to the changed score, and from a score and the changed one's gradient to its own gradient."""
 
     steps: tuple[Step, ...]
     derivative: tuple[Step, ...]
 
     def __str__(self) -> str:
-        """As an expression, such as ``mul(tanh(div(score, 20.0)), 20.0)``."""
+        """The function as an expression, such as ``mul(tanh(div(score, 20.0)), 20.0)``."""
         texts = ["score"]
         for step in self.steps:
             texts.append(f"{step.op.partition('.')[0]}({', '.join(map(str, step.filled(texts)))})")
@@ -29,7 +29,7 @@ class ScoreMod:
 
     @property
     def text(self) -> str:
-        """As an argument of an op."""
+        """The function as a text, for an argument of an op."""
         return json.dumps([[[step.op, step.args] for step in steps] for steps in (self.steps, self.derivative)])
 
     def changed(self, scores: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class ScoreMod:
 
 
 def run_steps(steps: Sequence[Step], values: list[Tensor]) -> Tensor:
-    """The value of the last step, of values to which those of all steps are appended."""
+    """Append the value of each step to ``values``, and return the last one."""
     for step in steps:
         values.append(op_named(step.op)(*step.filled(values)))
     return values[-1]
@@ -50,7 +50,7 @@ def run_steps(steps: Sequence[Step], values: list[Tensor]) -> Tensor:
 
 @lru_cache(maxsize=256)
 def score_mod_of(text: str) -> ScoreMod:
-    """What ``ScoreMod.text`` is of."""
+    """The ScoreMod of a ``ScoreMod.text``."""
     steps, derivative = ([Step(op, tuple(map(_argument, args))) for op, args in each] for each in json.loads(text))
     return ScoreMod(tuple(steps), tuple(derivative))
 

@@ -1,8 +1,8 @@
-"""Attention tile by tile, for any device: with dropout, odd head sizes, the mask's gradient, or scores that change.
+"""Attention tile by tile, for any device: with dropout, odd head sizes, the mask's gradient, or a function of scores.
 
-No tensor as large as all scores is made or saved. Every mesh drops the same probabilities, since random numbers are
-computed from ``random``, the program's seed and step, ``draw``, the number of this draw in the step, and the index of
-each score, which ``first`` gives as ``Ring.scores`` says. The pass ``draw_random`` sets the three.
+No tensor as large as all scores is made or saved. Every mesh drops the same probabilities. Their random numbers are
+computed from ``random``, the program's seed and step, from ``draw``, the number of this draw in the step, and from the
+index of each score, which ``first`` gives (see ``Ring.prepared``). The pass ``draw_random`` sets these three arguments.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def tiled_attention_mask_backward(
     first: Tensor | None, dropout_p: float, draw: int, is_causal: bool, attn_mask: Tensor, scale: float | None,
     score_mod: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of queries, keys and values, and of what is added to scores."""
+    """The gradients of queries, keys and values, and of the mask that is added to scores."""
     ring = _on_one_rank(query, key, dropout_p, draw, is_causal, attn_mask, scale, score_mod)
     ring = replace(ring, of_mask=wide_dims(attn_mask.shape))
     dq, dk, dv, of_mask = _gradients(ring, grad_out, query, key, value, out, logsumexp, attn_mask, random, first)

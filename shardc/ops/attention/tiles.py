@@ -1,4 +1,4 @@
-"""Tiles: what some rows of a chunk of queries see of some columns of a chunk of keys."""
+"""Tiles: blocks of attention between some rows of a chunk of queries and some columns of a chunk of keys."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from shardc.ops.zigzag import stretches
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Positions that follow one another, of which a rank's first stands at ``at``."""
+    """Consecutive positions; a rank has the first of them at index ``at``."""
 
     positions: range
     at: int = 0
 
 
 def runs_of(length: int, counts: Sequence[int], index: int, is_zigzag: bool) -> list[Run]:
-    """The positions of a chunk. ``counts``: how many chunks there are, how many of each of these, and so on."""
+    """The positions of a chunk. ``counts``: the number of chunks, the number in each of these, and so on."""
     count = math.prod(counts)
     if is_zigzag:
         return side_by_side(stretches(length, count, index))
@@ -32,7 +32,7 @@ def runs_of(length: int, counts: Sequence[int], index: int, is_zigzag: bool) -> 
 
 
 def within(runs: Iterable[Run], rows: range) -> list[Run]:
-    """What is left of runs where a rank has only some rows of a chunk, in a tensor of their own."""
+    """The parts of runs that a rank has if it has only these rows of a chunk, in a tensor of their own."""
     found = list[Run]()
     for run in runs:
         start, stop = max(rows.start, run.at), min(rows.stop, run.at + len(run.positions))
@@ -42,7 +42,7 @@ def within(runs: Iterable[Run], rows: range) -> list[Run]:
 
 
 def side_by_side(runs: Iterable[range]) -> list[Run]:
-    """Runs that stand one after the other; those that follow one another are one."""
+    """Runs of positions that are stored one after the other; runs of consecutive positions are merged."""
     found, at = list[Run](), 0
     for run in filter(None, runs):
         if found and found[-1].positions.stop == run.start:
@@ -74,33 +74,33 @@ class Tile:
 
     @property
     def num_scores(self) -> int:
-        """Pairs of a row and a column that it sees."""
+        """The number of pairs of a row and a column that it sees."""
         rows, columns = (each.stop - each.start for each in (self.rows, self.columns))
         return rows * (rows + 1) // 2 if self.is_causal else rows * columns
 
     @property
     def num_columns(self) -> int:
-        """How many columns it has, whose positions follow one another unless tiles have been joined."""
+        """The number of columns; their positions are consecutive unless tiles have been joined."""
         return self.columns.stop - self.columns.start
 
 
 def tiles(
     run: Run, other: Run, rows: range, columns: range, is_causal: bool = False, is_masked: bool = False
 ) -> Iterator[Tile]:
-    """The tile of these positions of two runs, if there is any."""
+    """The tile of these positions of two runs; none if it is empty."""
     if rows and columns:
         own, seen = place(run, rows), place(other, columns)
         yield Tile(own, seen, columns.start, is_causal, is_masked)
 
 
 def place(run: Run, positions: range) -> slice:
-    """Where a rank has some positions of a run."""
+    """The indices at which a rank has some positions of a run."""
     start = run.at + positions.start - run.positions.start
     return slice(start, start + len(positions))
 
 
 def joined(apart: Iterable[Tile]) -> Iterator[Tile]:
-    """The tiles; those beside one another of which rows see all columns are one."""
+    """The tiles, with neighbours merged if all their rows see all their columns."""
     last: Tile | None = None
     for tile in apart:
         both = last and _join(last, tile)

@@ -1,4 +1,4 @@
-"""What a collective carries, and so the codec in which its values are sent."""
+"""The contents of collectives, and the codecs in which their values are sent."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ CODED = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "collective
 
 
 class Contents:
-    """What the collectives of a lowered program carry, and the codecs that the option ``wire`` gives them.
+    """The contents of the collectives of a lowered program, and the codecs that the option ``wire`` gives them.
 
-    State: ``unused``, the keys of the option that none of those that were asked for has.
+    State: ``unused``, the keys of the option that have applied to nothing so far.
     """
 
     def __init__(self, program: Program) -> None:
@@ -47,10 +47,10 @@ class Contents:
         self._parameters = {node: name for name, node in parameters_of(program).items()}
 
     def steps(self, node: fx.Node) -> tuple[Step, ...]:
-        """The axes over which a collective is done, step by step, each with its codec; none for one that sends values.
+        """The steps of a collective that sends codes: the axes and the codec of each; empty for one that sends values.
 
-        All axes are one step where all have a codec, by the most exact of these. A sum over further axes is done within
-        those first, so that of the codes each rank sends those of its piece.
+        If all axes have a codec, they are one step, in the most exact of these codecs. A sum that is also over axes
+        without a codec is first done over these, so that each rank then sends only the codes of its own piece.
         """
         codecs, parts = self.codecs(node), members(node)
         codec = min((each for each in codecs.values() if each is not None), key=lambda each: each.error, default=None)
@@ -64,17 +64,17 @@ class Contents:
         return ((plain, VALUES), (coded, codec)) if parts[0].kind == "all_reduce" else ()
 
     def _is_fewer(self, codec: Codec, parts: Sequence[Member]) -> bool:
-        """Whether codes of what a collective moves are fewer bytes than it is."""
+        """Whether the codes of a collective's values are fewer bytes than the values."""
         types = [type_ for part in parts if (type_ := self.program.local_type(part.operand)) is not None]
         coded, plain = sum(codec.nbytes(type_.numel) for type_ in types), sum(type_.nbytes for type_ in types)
         return coded < plain or codec is VALUES
 
     def codecs(self, node: fx.Node) -> dict[str, Codec | None]:
-        """The codecs that the option has for the axes of a collective; none of one that has to send values.
+        """The codec that the option has for each axis of a collective; empty for a collective that has to send values.
 
-        It has to send whole numbers and the largest of values, and a few activations and sums of them, as a softmax
-        over a cut dim needs them; and what was saved, of which much depends on some, as on the sums of attention.
-        A codec with feedback is for gradients, and for other contents where a key names them.
+        Whole numbers, maxima and minima are sent as values. So are small activations and sums of activations, as a
+        softmax over a cut dim needs them; and saved values, since much depends on some of them, such as the sums of
+        attention. A codec with feedback is for gradients, and for other contents if a key names them.
         """
         parts = members(node) if self.wire and is_collective(node) else ()
         if not parts or not all(self._may_be_coded(part) for part in parts):
@@ -88,7 +88,7 @@ class Contents:
         return {axis: self._codec_of(axis, content, paths) for axis in axes_of(node)}
 
     def message_codec(self, node: fx.Node) -> Codec | None:
-        """The codec of a value that a stage of a pipeline sends to another one; None for one that is sent as it is."""
+        """The codec of a value that a stage of a pipeline sends to another; None if it is sent as it is."""
         pipeline, type_ = self.program.options.pipeline, self.program.local_type(node)
         is_coded = type_ is not None and type_.dtype.is_floating_point and type_.numel >= FEWEST
         if pipeline is None or type_ is None or not is_coded:
@@ -114,7 +114,7 @@ class Contents:
         return only_to_gradients(self.program)
 
     def content(self, node: fx.Node) -> str:
-        """What a collective carries, one of ``CONTENTS``."""
+        """The contents of a collective, one of ``CONTENTS``."""
         if node in self._to_gradients:
             return GRADIENTS
         gathered = set(_inputs(node)) if is_early(node) else set()

@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 
 
 def piece_of(program: Program, value: fx.Node, kind: Any, args: tuple[Any, ...]) -> Shape:
-    """The local shape of what a rank sends to another of a value: the whole shard, or the piece that is cut of it.
+    """The local shape of the part of a value that a rank sends to another: its shard, or the piece that is cut from it.
 
     ``args``: those of the collective after the value.
     """

@@ -13,7 +13,7 @@ In a lowered program all of them are identities of whole values, as collectives 
 receivers, length]``: the first dim is cut by every axis along which the codes of ranks differ. ``shardc/ops/codes.py``
 has the local ops, which stand in a localized program.
 
-A codec with feedback gets what it left out in the step before, an input ``residual``, and returns what it leaves out::
+A codec with feedback takes what it left out in the step before, an input ``residual``, and returns what it leaves out::
 
     a = with_residual(x, r)
     c = encode("all_reduce", ("dp",), (("sum",),), "1bit", a)
@@ -21,8 +21,9 @@ A codec with feedback gets what it left out in the step before, an input ``resid
     t = left_out("all_gather", ("dp",), ((0,),), "1bit", 1.0, 1, e, None, (), (), s)
     r = left_out("all_reduce", ("dp",), (("sum",),), "1bit", 1.0, 2, c, i, (t,), (r,), a)
 
-The type of a residual is ``[ranks, *shape]``, of which each rank has its own: its first dim is cut by the axes over
-which the value is partial. That of a sum is added to the residual of the rank that made it, so that one is enough.
+The type of a residual is ``[ranks, *shape]``, of which each rank has its own part: the first dim is cut by the axes
+over which the value is partial. What is left out of a sum is added to the residual of the rank that made the sum, so
+that one residual is enough.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from shardc.ops.codes import BEFORE, add_residual, decode_rows, encode_rows, lef
 from shardc.ops.codes import add_codes as add_rows
 from shardc.wire import VALUES
 
-Arguments = tuple[tuple[Any, ...], ...]  # of each value, those of its collective after the axes
+Arguments = tuple[tuple[Any, ...], ...]  # for each value, the arguments of its collective after the axes
 
 
 def encode(kind: str, axes: tuple[str, ...], args: Arguments, codec: str, *xs: Any) -> Any:
@@ -50,17 +51,17 @@ def add_codes(codec: str, codes: Any) -> Any:
 
 
 def decode(kind: str, axes: tuple[str, ...], args: Arguments, codec: str, codes: Any) -> Any:
-    """The results of a collective of several values from their codes."""
+    """The results of a collective, decoded from codes."""
     return codes
 
 
 def with_residual(x: Any, residual: Any) -> Any:
-    """A value with what codes left out of it before."""
+    """A value plus what codes left out of it before."""
     return x + residual.sum(0)
 
 
 def with_momentum(x: Any, momentum: Any, beta: float, ranks: int) -> Any:
-    """The optimizer's new momentum, of a gradient that ``ranks`` add up, and the last one."""
+    """The optimizer's new momentum, from the last one and a gradient that is the sum over ``ranks`` ranks."""
     return (1 - beta) * x + beta * momentum
 
 
@@ -68,11 +69,11 @@ def left_out(
     kind: str, axes: tuple[str, ...], args: Arguments, codec: str, share: float, ranks: int, codes: Any, index: Any,
     rests: tuple[Any, ...], before: tuple[Any, ...], *xs: Any,
 ) -> Any:  # fmt: skip
-    """What the codes of a collective leave out of its values, times ``share``: ``[ranks, *shape]`` of each.
+    """The residual of each value, ``[ranks, *shape]``: what the codes of a collective leave out of it, times ``share``.
 
-    ``share``: where several ranks make the same sum, the part that each of them keeps of it.
-    ``rests``: what was left out of this rank's own piece, the one of ``index``, after pieces were added. ``before``:
-    the residuals of the last step, which a runtime may write over.
+    ``share``: if several ranks make the same sum, the part that each of them keeps. ``rests``: what was left out of
+    this rank's own piece, that of ``index``, after pieces were added. ``before``: the residuals of the last step, which
+    a runtime may write over.
     """
     zeros = tuple(torch.zeros((ranks, *x.shape), dtype=sum_dtype(x.dtype), device=x.device) for x in xs)
     return zeros if len(zeros) > 1 else zeros[0]
@@ -96,23 +97,23 @@ def is_encode(node: fx.Node) -> bool:
 
 
 def is_decode(node: fx.Node) -> bool:
-    """Whether a node makes values of codes."""
+    """Whether a node makes values from codes."""
     return node.target in (decode, decode_rows)
 
 
 def is_step(node: fx.Node) -> bool:
-    """Whether a node is what one collective of codes gives, and another one sends, of those that make one."""
+    """Whether a node stands between the two steps of a collective in codes: the first makes it, the second sends it."""
     is_between = bool(node.users) and all(map(is_encode, node.users))
     return is_sum_of_codes(node) or (is_decode(node) and is_between)
 
 
 def is_sum_of_codes(node: fx.Node) -> bool:
-    """Whether a node adds what codes stand for, whole or local."""
+    """Whether a node adds the values that codes stand for, whole or local."""
     return node.target in (add_codes, add_rows)
 
 
 def codec_name(node: fx.Node) -> str:
-    """The name of the codec of the codes that a node makes; empty for a node that makes none, or values."""
+    """The name of the codec in which a node encodes; empty for a node that makes no codes, or keeps plain values."""
     places: dict[Any, int] = {encode: 3, encode_rows: 1}
     place = places.get(node.target)
     return "" if place is None or node.args[place] == VALUES.name else str(node.args[place])

@@ -18,8 +18,8 @@ from shardc.program.program import Input, Output, Program, ends_of
 class Residuals:
     """Makes the inputs and the results of a program that are residuals.
 
-    ``names``: of each collective with feedback those of its values; ``results``: the gradients that a node is returned
-    for, by name. State: ``last``, the last placeholder.
+    ``names``: for each collective with feedback the names of its values; ``results``: for each node that is returned as
+    gradients, their names. State: ``last``, the last placeholder.
     """
 
     def __init__(self, program: Program, fed: Collection[fx.Node]) -> None:
@@ -53,7 +53,7 @@ class Residuals:
         return ""
 
     def of_last_step(self, values: Sequence[fx.Node], node: fx.Node) -> dict[str, fx.Node]:
-        """New inputs by name: for each value of a collective what was left out of it."""
+        """Add an input for what was left out of each value of a collective in the last step; return them by name."""
         pairs = zip(self.names[node], values, strict=True)
         return {name: self.add_input(name, "residual", *residual_of(self.program, value)) for name, value in pairs}
 

@@ -42,7 +42,7 @@ _AMOUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([A-Za-z]*)")
 class Budget:
     """A limit on a ``subject``. ``text`` is what the user typed; ``or_equal``: the limit itself breaks it, too.
 
-    ``in_bytes``: the limit is one of bytes. ``axis``, ``phases``, ``kinds``: the collectives it counts; empty for all.
+    ``in_bytes``: the limit is in bytes. ``axis``, ``phases``, ``kinds``: the collectives it counts; empty for all.
     """
 
     text: str
@@ -56,7 +56,7 @@ class Budget:
 
     @staticmethod
     def parse(text: str) -> Budget:
-        """Read a budget. Raises a UsageError where the text is none."""
+        """Read a budget. Raises a UsageError for a text that is no budget."""
         parts = _BUDGET.fullmatch(text)
         if parts is None or not parts[1]:
             raise _error(text, repr(text), "it does not read as WHAT[@AXIS][/WHICH] > AMOUNT", "write all_gather>10MB")
@@ -73,11 +73,11 @@ class Budget:
         return Budget(text, subject, "".join(axes), phases, kinds, limit, operator == ">=", in_bytes)
 
     def is_broken(self, amount: float) -> bool:
-        """Whether a measure breaks it."""
+        """Whether a measured amount breaks the budget."""
         return amount >= self.limit if self.or_equal else amount > self.limit
 
     def counts(self, collective: CollectiveEntry) -> bool:
-        """Whether a collective is one of those that it limits."""
+        """Whether the budget limits a collective."""
         is_over_axis = not self.axis or self.axis in map(axis_of, collective.axes)
         return is_over_axis and collective.phase in (self.phases or PHASES) and collective.kind in (self.kinds or KINDS)
 
@@ -155,13 +155,13 @@ class Check:
 
 
 def check(budgets: Iterable[Budget], dump: Dump) -> Check:
-    """Hold budgets against a dump. Raises a UsageError where it lacks the table that a budget is about."""
+    """Check a dump against budgets. Raises a UsageError if the dump lacks the table that a budget measures."""
     findings = tuple(measure(budget, dump) for budget in budgets)
     return Check(any(finding.is_broken for finding in findings), findings)
 
 
 def measure(budget: Budget, dump: Dump) -> Finding:
-    """What a dump has of a budget. Raises a UsageError where it lacks the table that the budget is about."""
+    """Measure a budget in a dump. Raises a UsageError if the dump lacks the table that the budget measures."""
     if budget.axis and budget.axis not in dump.mesh:
         axes = ", ".join(f"{name}={size}" for name, size in dump.mesh.items())
         remedy = did_you_mean(budget.axis, dump.mesh) or f"say one of {', '.join(dump.mesh)}"
@@ -211,7 +211,7 @@ def _amount(budget: Budget, dump: Dump) -> tuple[float, str]:
 
 def _of_collectives(budget: Budget, collectives: Sequence[CollectiveEntry]) -> Finding:
     counted = tuple(each for each in collectives if budget.counts(each))
-    if budget.in_bytes and budget.subject != "wire":  # of each collective
+    if budget.in_bytes and budget.subject != "wire":  # a limit for each collective
         most = max((each.wire_bytes for each in counted), default=0)
         broken = tuple(each for each in counted if budget.is_broken(each.wire_bytes))
         text = f"{len(broken)} of {len(counted)}, the largest sends {bytes_text(most)}" if counted else "none of them"

@@ -1,4 +1,4 @@
-"""Compare two dumps in JSON: collectives that came, went or changed, and every other difference; JSON and text."""
+"""Compare two JSON dumps: collectives that came, went or changed, and all other differences, as JSON and text."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ NUMBERS = {
 }
 PHASES = ("forward", "backward", "update", "")  # "" stands for all of them
 PAYLOAD = ("dtype", "local_shape_in", "local_shape_out", "bytes", "wire_bytes", "times", "stage")
-UNITS: Mapping[str, Callable[[float], str]] = {  # how the numbers of a table are written, or those of one name
+UNITS: Mapping[str, Callable[[float], str]] = {  # formats for the numbers of a table, or of one name
     "memory": bytes_text, "flops": operations_text, "time": seconds_text,
     "makespan": seconds_text, "bubble": seconds_text, "parameter_bytes": bytes_text,
 }  # fmt: skip
 
 
 def diff(before: Dump, after: Dump) -> Difference:
-    """The difference of two dumps; that of equal ones is ``Difference()``."""
+    """The difference of two dumps; ``Difference()`` if they are equal."""
     tables = [_tables(dump, before.only or after.only) for dump in (before, after)]
     found = {key: compare(before, after) for key, compare in COMPARED.items() if all(key in each for each in tables)}
     found["ops"] = found.pop("nodes", {})
@@ -66,7 +66,7 @@ def diff(before: Dump, after: Dump) -> Difference:
 
 
 def _tables(dump: Dump, is_partial: object) -> set[str]:
-    """The tables that a dump has. A whole plan without a schedule, or without times, has an empty one."""
+    """The tables of a dump. In the dump of a whole plan, a missing schedule or time counts as an empty table."""
     has_all = () if is_partial else ("schedule", "time")
     return {key for key in COMPARED if key in has_all or getattr(dump, key) is not None}
 
@@ -82,8 +82,9 @@ def is_same(difference: Difference) -> bool:
 def matched(before: Dump, after: Dump) -> tuple[Pairs, list[CollectiveEntry], list[CollectiveEntry]]:
     """Pairs of collectives that correspond, those of the first dump alone, and those of the second alone.
 
-    Collectives of another kind, phase or axes never correspond. Names shift where ops come and go, so equal names count
-    most, and then equal modules and source lines. A bucket corresponds to the one that shares most modules with it.
+    Collectives of another kind, phase or axes never correspond. Since names shift where ops come and go, the name alone
+    counts least: name, modules and payload together come first, then modules and source lines. A bucket corresponds to
+    the one that shares most modules with it.
     """
     rest = [list(before.collectives or ()), list(after.collectives or ())]
     modules = [{node.name: node.module for node in dump.nodes or ()} for dump in (before, after)]
@@ -102,7 +103,7 @@ Key = Callable[[CollectiveEntry, Modules], Hashable]
 
 
 def _with_equal_keys(key: Key, old: Collectives, new: Collectives, of_old: Modules, of_new: Modules) -> dict[int, int]:
-    """Places of collectives with equal keys, in order. None equals no key."""
+    """Pairs of places of collectives with equal keys, in order. A key of None equals no other."""
     places: dict[Hashable, list[int]] = {}
     for j, each in reversed(list(enumerate(new))):
         places.setdefault(key(each, of_new), []).append(j)
@@ -111,7 +112,7 @@ def _with_equal_keys(key: Key, old: Collectives, new: Collectives, of_old: Modul
 
 
 def _buckets(old: Collectives, new: Collectives, of_old: Modules, of_new: Modules) -> dict[int, int]:
-    """Places of buckets of one kind that share most modules."""
+    """Pairs of places of buckets of one kind that share most modules."""
     places: dict[int, int] = {}
     for i, each in enumerate(old):
         free = [j for j, other in enumerate(new) if j not in places.values() and _kind(other) == _kind(each)]
@@ -233,7 +234,7 @@ def _notes(before: Dump, after: Dump) -> ChangedNotes | None:
 
 
 def _absent(entries: Sequence[T], others: Sequence[T], name: Callable[[T], Hashable]) -> tuple[T, ...]:
-    """The entries that are not among the others, each as often as it is there more often."""
+    """The entries minus the others, as multisets of names."""
     left = Counter(map(name, others))
     absent = []
     for entry in entries:
@@ -282,7 +283,7 @@ def _parts(difference: Difference) -> Iterator[str]:
     for key, title in NUMBERS.items():
         yield _number_table(title, getattr(difference, key) or {}, UNITS.get(key))
     for stage in difference.stages or ():
-        numbers = {key: pair for key, pair in stage.changed.items() if key != "stage"}  # of a stage of one plan alone
+        numbers = {key: pair for key, pair in stage.changed.items() if key != "stage"}  # of a stage in one plan alone
         yield _number_table(f"stage {stage.stage}", numbers)
     yield _number_table("op, how many", difference.ops or {})
     if difference.notes:
@@ -296,7 +297,7 @@ def _change_line(title: str, texts: Iterable[str]) -> str:
 
 
 def _signed(changed: ChangedFallbacks | ChangedNotes) -> list[tuple[str, Any]]:
-    """What went, after -, and what came, after +."""
+    """The entries that went, each with -, then those that came, each with +."""
     return [*(("-", each) for each in changed.went), *(("+", each) for each in changed.came)]
 
 
@@ -330,12 +331,12 @@ def _collective_row(sign: str, old: CollectiveEntry, new: CollectiveEntry) -> tu
 
 
 def _pair_text(pair: Sequence[Any]) -> str:
-    """``old -> new``, or one text where both are equal."""
+    """``old -> new``, or one text if both are equal."""
     return " -> ".join(dict.fromkeys(map(str, pair)))
 
 
 def _bytes_pair_text(pair: Sequence[int]) -> str:
-    """The same of bytes; the change is said where both read alike and are not."""
+    """``old -> new`` in bytes; if unequal numbers read alike, their text and the change instead."""
     texts = dict.fromkeys(map(bytes_text, pair))
     is_lost = len(texts) == 1 and len({*pair}) > 1
     return f"{', '.join(texts)}, {change_text(pair[0], pair[1])}" if is_lost else " -> ".join(texts)

@@ -22,7 +22,7 @@ from shardc.program.traffic import collectives_of, fallbacks_of
 from shardc.report.dump.selection import Selection
 
 COLLECTIVE_COLOR, FALLBACK_COLOR, MESSAGE_COLOR, SAVED_COLOR = "#f4a261", "#e76f51", "#2a9d8f", "#9aa5b1"
-MOST = 4  # types, and further lines, in a node
+MOST = 4  # most types, and most further lines, in a node
 STYLE = """\
   node [shape=box, fontname=monospace];
   edge [arrowsize=0.6, fontname="sans-serif"];
@@ -32,10 +32,10 @@ STYLE = """\
 def program_dot(program: Program, selection: Selection | None = None) -> str:
     """The program, or the selected values, in the language of Graphviz.
 
-    Boxes of modules stand in boxes of phases. Collectives and ops without a rule are coloured. What forward saves for
-    backward has a dashed edge that does not shift the two apart. With a pipeline there is a box around these for each
-    stage, and a bold edge with its bytes for each value that is sent to another stage; a call that several stages make
-    stands in the first. Raises an OptionError where tables are selected.
+    Boxes of modules are inside boxes of phases. Collectives and ops without a rule are coloured. Values that forward
+    saves for backward have dashed edges, which do not affect the layout. With a pipeline each stage has a box around
+    these, and each value that is sent to another stage has a bold edge with its bytes; a call that several stages make
+    is in the box of the first. Raises an OptionError if tables are selected.
     """
     if selection is not None and selection.tables:
         what, remedy = f"--only {selection.text}", "say a glob, or --format text or json"
@@ -45,7 +45,7 @@ def program_dot(program: Program, selection: Selection | None = None) -> str:
 
 
 class _Drawing:
-    """A drawing of the nodes ``selected``."""
+    """A drawing of the ``selected`` nodes."""
 
     def __init__(self, program: Program, selected: frozenset[fx.Node]) -> None:
         self.program, self.selected = program, selected
@@ -68,13 +68,13 @@ class _Drawing:
 
     @cached_property
     def _nodes(self) -> list[fx.Node]:
-        """The nodes that are drawn: no unread inputs, no results of buckets that the program returns as they are."""
+        """The nodes to draw: no unread inputs, and no results of buckets that the program returns unchanged."""
         nodes = [node for node in self.program.graph.nodes if node.op != "output" and node in self.selected]
         return [node for node in nodes if (node.op != "placeholder" or node.users) and node not in self._returned]
 
     @cached_property
     def _returned(self) -> Mapping[fx.Node, fx.Node]:
-        """Results of buckets that the program returns as they are, each with its bucket, which lists them instead."""
+        """Results of buckets that the program returns unchanged, each with its bucket, which lists them instead."""
         producers = {node: self.program.value(node)[0] for node in self.program.graph.nodes if is_getitem(node)}
         return {
             node: producer
@@ -83,7 +83,7 @@ class _Drawing:
         }
 
     def _module(self, node: fx.Node) -> str:
-        """The module that a node is drawn in: for a bucket the innermost that has all its members."""
+        """The module that a node is drawn in; for a bucket, the innermost module that has all its members."""
         members = [node, *(node.all_input_nodes if node.target is bucket else ())]
         return _common_module([self.program.source(each).module for each in members])
 
@@ -131,7 +131,7 @@ class _Drawing:
         return f"{_quoted(node.name)} [label={_quoted(label)}{fill}];"
 
     def _edges(self) -> Iterator[str]:
-        labels = dict(self._messages)  # each on the first edge to its stage
+        labels = dict(self._messages)  # each label is on the first edge to its stage
         drawn = set(self._nodes)
         edges = [(operand, node) for node in self._nodes for operand in node.all_input_nodes if operand in drawn]
         for operand, node in edges:

@@ -1,4 +1,4 @@
-"""``dump``: a program as text, JSON (a contract, version 1), a Graphviz drawing or a page; here the text and stages.
+"""``dump``: a program as text, JSON (a contract, version 1), a Graphviz drawing or a page. This file has the text form.
 
 Facts: the program after a pass (``Compiled.after``), and tables that ``shardc/costs`` computes from it.
 """
@@ -49,9 +49,9 @@ def dump(
 ) -> str:
     """The program after the pass named ``after`` in one of ``FORMATS``.
 
-    Without ``after`` it is the last one in global shapes, which has every collective. ``only`` selects tables and
-    values (see ``Selection``). ``verbose`` adds the seconds of each pass. ``explain``: the command line that explains
-    what is named after it, for the page. Raises an OptionError for a format or a pass that there is not.
+    Without ``after`` it is the last program in global shapes, which has every collective. ``only`` selects tables and
+    values (see ``Selection``). ``verbose`` adds the seconds of each pass. ``explain``: the command line of ``shardc
+    explain`` up to the name, for the page. Raises an OptionError for an unknown format or pass.
     """
     program = compiled.at(after) if after else compiled.whole
     seconds, selection = compiled.seconds if verbose else {}, Selection.of(program, only) if only else None
@@ -77,7 +77,7 @@ def dump(
 
 
 def _inputs_or_outputs(program: Program, kind: Literal["input", "output"]) -> str:
-    """The inputs or outputs of the model, and what one rank holds of each."""
+    """The inputs or outputs of the model, and the part of each that one rank holds."""
     inputs = zip(program.inputs, program.placeholders, strict=True)
     outputs = zip(program.outputs, program.results, strict=True)
     pairs: Iterable[tuple[Input | Output, fx.Node | None]] = inputs if kind == "input" else outputs
@@ -90,14 +90,14 @@ def _inputs_or_outputs(program: Program, kind: Literal["input", "output"]) -> st
 
 
 def _memory_texts(program: Program) -> Iterator[str]:
-    """Bytes by class, and what is copied to the tier below and back."""
+    """Bytes by class, and the copies to the tier below and back."""
     yield memory_text(memory_of(program))
     if copies := copies_of(program):
         yield copies_text(copies)
 
 
 def _stages_of_values(program: Program) -> Mapping[fx.Node, Sequence[int]]:
-    """For each parameter and call of a pipeline the stages that hold or run it."""
+    """The stages that hold or run each parameter and call of a pipeline."""
     runs = StageRecord(program).runs if has_stages(program) else {}
     return {node: [run.stage for run in its] for node, its in runs.items()}
 
@@ -139,7 +139,7 @@ def stages_text(stages: ChosenStages, format: str = "text") -> str:
 
 
 def stages_record(stages: ChosenStages) -> CutStages:
-    """The record of stages before there is a schedule."""
+    """The record of stages, before a schedule is chosen."""
     entries = tuple(_entry(stages, stage) for stage in range(len(stages.masks)))
     names_of_stages = [stages.loads.parameters_of(mask) for mask in stages.masks]
     shared = tuple(
@@ -162,14 +162,14 @@ def stages_record(stages: ChosenStages) -> CutStages:
 
 
 def _unevenness(parts: Sequence[float]) -> float:
-    """The largest part over the mean."""
+    """The ratio of the largest part to the mean."""
     return round(max(parts) * len(parts) / sum(parts), 4) if sum(parts) else 1.0
 
 
 def _entry(stages: ChosenStages, stage: int) -> CutStage:
     loads, mask = stages.loads, stages.masks[stage]
     all_time = sum(loads.unit_weights("time")) or 1
-    # units that follow each other, grouped
+    # runs of consecutive units
     runs = [
         [unit for _, unit in run] for _, run in groupby(enumerate(stages.units(stage)), lambda pair: pair[1] - pair[0])
     ]

@@ -1,4 +1,4 @@
-"""The HTML report: one page with the JSON dump of a program, and beside it what its pictures need.
+"""The HTML report: one page with the JSON dump of a program and the further data that its pictures need.
 
 ``page/`` has the styles and scripts. ``report_record`` collects the data, ``html_report`` puts all into one file.
 """
@@ -39,7 +39,7 @@ from shardc.schedules.timeline import rounded
 if TYPE_CHECKING:
     from shardc.compiler import Compiled
 
-SMALLEST_GAP = 5e-4  # of a step: a shorter gap does not part two boxes
+SMALLEST_GAP = 5e-4  # fraction of a step: a shorter gap does not separate two boxes
 POLICY = (
     "default-src 'none'; img-src data:; script-src '{script}'; style-src '{style}'; base-uri 'none'; form-action 'none'"
 )
@@ -52,9 +52,9 @@ UNSAFE = {ord(letter): f"\\u{ord(letter):04x}" for letter in "<>&\u2028\u2029"} 
 
 
 def html_report(compiled: Compiled, program: Program, selection: Selection | None = None, explain: str = "") -> str:
-    """The page of a compiled model's ``program``. Raises an OptionError for a selection: the page is of all of it.
+    """The page of a compiled model's ``program``. Raises an OptionError for a selection: the page shows all of it.
 
-    ``explain``: the command line that explains what is named after it, if there is one.
+    ``explain``: the command line of ``shardc explain`` up to the name, if there is one.
     """
     if selection:
         problem = "the report is of the whole program, and finds what one looks for by its search box"
@@ -82,9 +82,9 @@ def report_record(compiled: Compiled, program: Program, explain: str = "") -> di
 
     ``inputs``: by node, the user's name and kind, and bytes. ``calls``: by node, as the text form prints them.
     ``annotations``, ``steps``, ``why``, ``because``: see ``_why``. ``layouts``: see ``_layout``. ``curve``: memory over
-    time, of a pipeline instead ``ranks`` and ``timeline``. ``lanes``: the predicted timeline, where the machine is
-    known. ``optimizer``: its name. ``asking``: what a user types before and after the name of a collective to learn
-    what removes it.
+    time; for a pipeline, ``ranks`` and ``timeline`` instead. ``lanes``: the predicted timeline, if the machine is
+    known. ``optimizer``: its name. ``asking``: the text that a user types before and after the name of a collective for
+    advice to remove it.
     """
     names, ops = value_names(program), op_names(program)
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
@@ -134,13 +134,13 @@ def _over_time(program: Program) -> dict[str, Any]:
     ranks = []
     for ledger in ledgers_of(program):
         memory, curve = memory_on(program, ledger), ledger.highs()
-        states = memory["peak"] - max(nbytes for _, nbytes in curve)  # of the optimizer, all the time
+        states = memory["peak"] - max(nbytes for _, nbytes in curve)  # of the optimizer, held all the time
         ranks.append({"memory": memory, "curve": [(action, nbytes + states) for action, nbytes in curve]})
     return {"timeline": _schedule_lanes(record), "ranks": ranks}
 
 
 def _schedule_lanes(record: StageRecord) -> dict[str, Any]:
-    """``ranks``: for each rank of a pipeline what it computes when; ``idle``: the part of all ranks' time."""
+    """``ranks``: the timed actions of each rank of a pipeline. ``idle``: the idle fraction of all ranks' time."""
     timeline = record.timeline
     critical = {task.name for task in timeline.critical_path}
 
@@ -161,7 +161,7 @@ def _schedule_lanes(record: StageRecord) -> dict[str, Any]:
 
 
 def _step_lanes(program: Program) -> dict[str, Any]:
-    """``computing``: boxes ``[phase, start, seconds]``; ``collectives``: by axes ``[name, start, seconds]`` of each."""
+    """``computing``: boxes ``[phase, start, seconds]``; ``collectives``: entries ``[name, start, seconds]`` by axes."""
     timeline = step_timeline(program)
     collectives: dict[str, list[list[Any]]] = {}
     for lane in dict.fromkeys(lane for task in timeline.tasks for lane in task.lanes if lane != COMPUTING):
@@ -169,7 +169,7 @@ def _step_lanes(program: Program) -> dict[str, Any]:
             [_slice(task).name, rounded(timeline.starts[task.name]), rounded(task.seconds)]
             for task in timeline.on(lane)
         ]
-    boxes, numbered, number, end = [], [], 0, 0.0  # computations of one phase that follow each other are one box
+    boxes, numbered, number, end = [], [], 0, 0.0  # successive computations of one phase are one box
     for task in timeline.on(COMPUTING):
         number += timeline.starts[task.name] - end > SMALLEST_GAP * timeline.makespan
         end = timeline.end(task)
@@ -190,11 +190,11 @@ def _slice(task: Task) -> Slice:
 
 
 def _why(program: Program, alternatives: Mapping[str, Sequence[Alternative]]) -> dict[str, Any]:
-    """``why``: the chains of each value, each as its axis and the place of its last step in ``steps``.
+    """``why``: the chains of each value, each as its axis and the index of its last step in ``steps``.
 
-    A step is ``[annotation, value, role, via, call, before]``: the place in ``annotations``, fields of ``ChainStep``,
-    and the place of the step before it, -1 on the annotated value. ``because``: of each collective its parts (see
-    ``_part``), its predicted ``seconds``, ``choices`` with the fields of ``Alternative``, ``notes`` of its
+    A step is ``[annotation, value, role, via, call, before]``: the index in ``annotations``, fields of ``ChainStep``,
+    and the index of the step before it, -1 for the annotated value. ``because``: for each collective, its ``parts``
+    (see ``_part``), its predicted ``seconds``, ``choices`` with the fields of ``Alternative``, ``notes`` of its
     ``Explanation``, and ``needed``, the sentence of ``why_needed``.
     """
     steps, explainer = _ChainSteps(), Explainer(program)
@@ -214,7 +214,7 @@ def _why(program: Program, alternatives: Mapping[str, Sequence[Alternative]]) ->
 
 
 def _part(part: Explanation, steps: _ChainSteps) -> dict[str, Any]:
-    """What is sent for one value: who ``has`` it, who ``wants`` it how, sentences why, and the ``chains``."""
+    """One value that is sent: the sides in ``has`` and ``wants``, ``reasons`` as sentences, and ``chains``."""
     return {
         "has": part.has and asdict(part.has),
         "wants": part.wants and asdict(part.wants),
@@ -224,14 +224,14 @@ def _part(part: Explanation, steps: _ChainSteps) -> dict[str, Any]:
 
 
 class _ChainSteps:
-    """The steps of all chains, each once for the steps before it: values share the beginnings of their chains."""
+    """The steps of all chains as a prefix tree: chains with the same beginning share its steps."""
 
     def __init__(self) -> None:
         self.annotations: dict[str, int] = {}
         self.rows: dict[tuple[int, str, str, str, str, int], int] = {}
 
     def chains(self, chains: Sequence[Chain]) -> list[list[Any]]:
-        """Each chain as its axis and the place of its last step."""
+        """Each chain as its axis and the index of its last step."""
         places: list[list[Any]] = []
         for chain in chains:
             before = -1

@@ -1,4 +1,4 @@
-"""Pages that need no network: styles and scripts from a folder, in one file, whose policy names them by hash."""
+"""Pages that need no network: one file with its styles and scripts, which its policy allows by their hashes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def page_file(name: str, package: str = "shardc.report.dump") -> str:
 
 
 def filled(template: str, contents: Mapping[str, str]) -> str:
-    """A template with each ``{{name}}`` replaced by what it stands for."""
+    """The template with each ``{{name}}`` replaced by its content."""
     return re.sub(r"{{(\w+)}}", lambda field: contents[field[1]], template)
 
 

@@ -30,7 +30,7 @@ def dump_diff(compiled: Compiled, passes: str, format: str = "text", only: str =
     """The difference of the programs after two passes, ``propagate,insert_reshards``, as text or json.
 
     One pass alone is compared with the one before it. ``only``: a glob of values and modules, as for ``dump``. Raises
-    an OptionError for a pass or a format that there is not.
+    an OptionError for an unknown pass or format.
     """
     names, known = passes.split(","), list(compiled.after)
     if len(names) == 1 and passes in known[1:]:
@@ -50,8 +50,9 @@ def dump_diff(compiled: Compiled, passes: str, format: str = "text", only: str =
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a program. ``name``: the name of its value, or "" for a result, which has another ``key``.
+    """A line of a program.
 
+    ``key``: identifies the line in both programs. ``name``: the name of its value; "" for a result of the program.
     ``place``: its phase and module. ``plain_type``: its type without sharding.
     """
 
@@ -70,7 +71,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class ChangedNode:
-    """A value that is not as it was."""
+    """A value that changed between two passes."""
 
     name: str
     before: NodeEntry
@@ -79,7 +80,7 @@ class ChangedNode:
 
 @dataclass(frozen=True, slots=True)
 class PassDifference:
-    """The values that came, went, moved and changed between two passes. ``before``, ``after``: the names of these."""
+    """The values that came, went, moved and changed between two passes. ``before``, ``after``: names of the passes."""
 
     version: Literal[1] = field(default=1, init=False)
     before: str
@@ -91,7 +92,7 @@ class PassDifference:
 
 
 def _lines(program: Program, only: str) -> list[Line]:
-    """The lines of the values that a glob selects; all lines where there is none."""
+    """The lines of the values that ``only`` selects; all lines if it is empty."""
     if not only:
         return [line for _, line in _every_line(program)]
     selection = Selection.of(program, only)
@@ -123,11 +124,11 @@ def _every_line(program: Program) -> Iterator[tuple[fx.Node | None, Line]]:
 
 
 class _Difference:
-    """The difference of two programs, given as lines, and named by their passes.
+    """The difference of two programs, given as lines and named by their passes.
 
-    ``pairs``: lines with one key, in the order of both programs; a line of one program alone is paired with None. Names
-    of values: ``came`` and ``went`` of those of one program alone, ``moved`` of those at another place among the
-    others, ``changed`` of those with another type, sharding or operands.
+    ``pairs``: pairs of lines with equal keys, in the order of both programs; other lines are paired with None.
+    ``came``, ``went``: names of values that only the new, or only the old, program has. ``moved``: names of values at
+    another place among the others. ``changed``: names of values with another type, sharding or operands.
     """
 
     def __init__(self, passes: Sequence[str], before: Sequence[Line], after: Sequence[Line]) -> None:
@@ -186,7 +187,7 @@ class _Difference:
 
 
 def _by_place(old: Sequence[Line], new: Sequence[Line]) -> Iterator[tuple[Line | None, Line | None]]:
-    """Lines of one program alone, those of one module beside each other."""
+    """Lines without a counterpart, each paired with None; those of one phase and module are side by side."""
     runs, others = ([list(run) for _, run in groupby(lines, lambda line: line.place)] for lines in (old, new))
     for is_equal, ours, theirs in _blocks(runs, others, lambda run: run[0].place):
         groups = zip(([run] for run in ours), ([run] for run in theirs), strict=True) if is_equal else [(ours, theirs)]
@@ -198,7 +199,7 @@ def _by_place(old: Sequence[Line], new: Sequence[Line]) -> Iterator[tuple[Line |
 def _blocks(
     old: Sequence[T], new: Sequence[T], key: Callable[[T], str]
 ) -> Iterator[tuple[bool, Sequence[T], Sequence[T]]]:
-    """Parts of two sequences in order: those with equal keys, and those of one sequence alone."""
+    """The matching and the differing parts of two sequences, in order: whether their keys are equal, and both parts."""
     old_keys, new_keys = ([key(each) for each in entries] for entries in (old, new))
     for tag, i, end_i, j, end_j in SequenceMatcher(None, old_keys, new_keys, autojunk=False).get_opcodes():
         yield tag == "equal", old[i:end_i], new[j:end_j]

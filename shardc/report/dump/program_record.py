@@ -1,4 +1,4 @@
-"""The record of a program, whole or of what is selected: tables that the program and its costs fill."""
+"""The record of a program, or of a selection: tables filled from the program and its costs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardc.program.traffic import collectives_of, fallbacks_of
 from shardc.report.dump.records import CollectiveEntry, Dump, NodeEntry, ParameterEntry, ValueEntry
 from shardc.report.dump.selection import Selection
 
-SAME_FIELDS = (  # of a Collective and of its entry
+SAME_FIELDS = (  # fields that a Collective and its entry share
     "kind", "axes", "dtype", "local_shape_in", "local_shape_out", "bytes", "wire_bytes", "wire_bytes_total", "phase",
     "node", "source", "cause",
 )  # fmt: skip
@@ -31,7 +31,7 @@ NO_SECONDS: Mapping[str, float] = {}
 
 
 def program_record(program: Program, seconds: Mapping[str, float] = NO_SECONDS) -> Dump:
-    """The whole record. It has ``seconds`` of passes only if they are given: all else is stable to the byte."""
+    """The whole record. It has ``seconds`` of passes only if given: all other fields are reproducible to the byte."""
     tables = _Tables(program)
     exists = {"schedule": tables.stages is not None, "time": has_machine(program)}
     entries = {key: make(tables) for key, make in TABLES.items() if exists.get(key, True)}
@@ -39,7 +39,7 @@ def program_record(program: Program, seconds: Mapping[str, float] = NO_SECONDS) 
 
 
 def selected_record(program: Program, selection: Selection) -> Dump:
-    """The selected tables whole, and of the others the entries about selected values."""
+    """The selected tables in full, and from the other tables the entries about selected values."""
     whole, part = _Tables(program), _Tables(program, selection)
     names = {key for name in selection.tables for key in WITH_TABLE.get(name, (name,))}
     partial_names = ABOUT_VALUES if selection.nodes or selection.collectives else ()
@@ -50,7 +50,7 @@ def selected_record(program: Program, selection: Selection) -> Dump:
 
 @dataclass(frozen=True)
 class _Tables:
-    """The tables of a program, each with its entries; with a selection those about the selected values."""
+    """The tables of a program with their entries; with a selection, only entries about the selected values."""
 
     program: Program
     selection: Selection | None = None
@@ -66,7 +66,7 @@ class _Tables:
 
     @cached_property
     def runs(self) -> Mapping[fx.Node, list[RunEntry]]:
-        """For each call the pipeline stages that run it, and in which part."""
+        """The runs of each call: the pipeline stages that run it, and the part of a step in which they do."""
         return self.stages.runs if self.stages else {}
 
     @cached_property
@@ -114,13 +114,13 @@ class _Tables:
         return tuple(node_entry(self.program, node, self.ops) for node in fallbacks_of(self.program) if self.has(node))
 
     def flops(self) -> FlopsEntry:
-        """Operations of one rank and of all ranks together, which a localized program does not know."""
+        """Operations of one rank and of all ranks together; a localized program does not know the latter."""
         program = self.program
         of_rank = self.stages.rank_flops if self.stages else flops_of(program, of_rank=True)
         return FlopsEntry(of_rank, None if program.level == "localized" else flops_of(program))
 
     def copies(self) -> tuple[Copies, ...] | None:
-        """Copies between the device and the tier below; None where there are none."""
+        """Copies between the device and the tier below; None if there are none."""
         return copies_of(self.program) or None
 
     def nodes(self) -> tuple[NodeEntry, ...]:

@@ -41,18 +41,18 @@ def schema_text(name: str) -> str:
 
 
 def form_schema(name: str) -> Schema:
-    """The JSON Schema of what a command writes."""
+    """The JSON Schema of a command's output."""
     title, type_ = FORMS[name]
     return schema_of(type_, title)
 
 
 def is_dump(argument: str) -> bool:
-    """Whether an argument names a dump, FILE.json, and no target."""
+    """Whether an argument names a dump, FILE.json, rather than a target."""
     return argument.endswith(".json")
 
 
 def read_dump(path: str) -> Dump:
-    """Read a dump that ``shardc dump --format json`` wrote. Raises a UsageError where the file is none."""
+    """Read a dump that ``shardc dump --format json`` wrote. Raises a UsageError if the file is no dump."""
     remedy = "write one with shardc dump TARGET --format json -o FILE.json"
     try:
         record = json.loads(read_file(path))

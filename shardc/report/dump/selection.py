@@ -1,4 +1,4 @@
-"""What ``dump --only`` selects: tables by name, and values by a glob over their names and modules."""
+"""The selection of ``dump --only``: tables by name, and values by globs over their names and modules."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Selection:
 
     @staticmethod
     def of(program: Program, text: str) -> Selection:
-        """Select a part of a program. Raises an OptionError where nothing matches, or a table does not exist yet."""
+        """Select a part of a program. Raises an OptionError if a glob matches nothing or a table does not exist yet."""
         if not isinstance(text, str):
             problem, remedy = "it names tables and globs in one text", "say only='memory,blocks.0.*'"
             raise OptionError(f"only={text!r}", f"of type {type(text).__name__}", problem, remedy)
@@ -73,7 +73,7 @@ def _select(program: Program, globs: Sequence[str]) -> tuple[frozenset[fx.Node],
 
 
 def _names(program: Program) -> dict[fx.Node, tuple[str, ...]]:
-    """The names that select each node: its own, those of the outputs that it is, its module."""
+    """The names that select each node: its own, its name as an output, and its module."""
     shown = value_names(program)
     names = {node: [node.name, shown[node], program.source(node).module] for node in shown if node.op != "output"}
     for output, node in zip(program.outputs, program.results, strict=True):

@@ -1,15 +1,16 @@
 """``advise``: the smallest change of a plan that removes a collective, found by compiling again after a few changes.
 
-For a message between pipeline stages it is a change by which less crosses: other beginnings of stages, or fewer stages.
+For a message between pipeline stages, it is a change that makes fewer bytes cross: stages that begin elsewhere, or
+fewer stages.
 
 A change is free if it removes the collective, a rank sends fewer bytes a step, and neither its peak memory, with and
 without the optimizer's states, nor its floating-point operations grow. Changes are compiled group by group, the
-likeliest group first; of the first group with a free one, the free one that sends least is the advice. Where none is
-free, the advice is the change that removes the collective altogether and costs least, with its cost.
+likeliest group first. The advice is the free change that sends least in the first group that has one. If no change is
+free, the advice is the cheapest change that removes the collective altogether, with its cost.
 
-Where a model repeats a block more than twice, changes are tried on two of its blocks. The best two are then compiled
-for the whole model, whose costs are told; where they do not do there what they did on blocks, all are tried on the
-whole.
+If a model repeats a block more than twice, changes are tried on two of its blocks. The best two changes are then
+compiled for the whole model, whose costs are reported. If they do not work there as on the blocks, all changes are
+tried on the whole model.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from shardc.report.explain.collectives import Transfer, is_removed, replacement_
 from shardc.report.explain.records import REMOVE, SHRINK, Advice, Aim, Figures, Suggestion
 from shardc.report.explain.retry import Attempt, Change, Retry
 
-FINALISTS = 2  # changes that are compiled for the whole model: on two blocks the second may look like the first
+FINALISTS = 2  # best changes to compile for the whole model: two blocks may not tell them apart
 
 
 def advise(compiled: Compiled, name: str, tries: int = 12) -> Advice:
-    """Changes that would remove a collective of a compiled model, by at most ``tries`` further compilations.
+    """Find a change that would remove a collective of a compiled model, among at most ``tries`` changes.
 
     Raises a ShardingError, with near names, for a name that no collective has.
     """
@@ -41,10 +42,11 @@ def advise(compiled: Compiled, name: str, tries: int = 12) -> Advice:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What a change is to bring about at the collective ``name``.
+    """The goal of a change at the collective ``name``.
 
-    ``changes``: groups of those to try. ``is_met(attempt, altogether)``: whether a plan does. ``transfers``: those of
-    the collective. ``paths``: of modules and parameters that it is about.
+    ``why``: the reason for the collective. ``changes``: groups of changes to try. ``is_met(attempt, altogether)``:
+    whether a plan meets the goal. ``transfers``: those of the collective. ``paths``: of the modules and parameters that
+    it concerns.
     """
 
     name: str
@@ -57,7 +59,7 @@ class Goal:
 
 
 class Advisor:
-    """Advises on the collectives of one compiled model. Changes that are compiled for one serve all others."""
+    """Advises on the collectives of one compiled model. A change compiled for one collective serves all others."""
 
     def __init__(self, compiled: Compiled, tries: int = 12) -> None:
         self.program, self.tries = compiled.whole, max(1, tries)
@@ -67,11 +69,11 @@ class Advisor:
         self._collectives = {each.name: each for each in collectives_of(compiled.program)}
 
     def advise(self, name: str) -> Advice:
-        """What would remove a collective. Raises a ShardingError for a name that none has."""
+        """Advice to remove a collective. Raises a ShardingError for a name that no collective has."""
         goal = self._goal(name)
         near = self._retry.near(goal.paths) if goal.transfers else None
         if near is not None and is_removed(goal.transfers, near.transfers):
-            near = None  # two blocks do not have it
+            near = None  # two blocks do not have the collective
         for retry in (near, self._retry) if near is not None else (self._retry,):
             changes, is_free, tried = best_changes(goal, retry)
             suggestions = filter(None, (self._suggestion(goal, change) for change in changes[:FINALISTS]))
@@ -103,7 +105,7 @@ class Advisor:
         return Goal(name, REMOVE, why_needed(self.program, node), changes, is_met, before, paths)
 
     def _goal_of_message(self, message: Collective) -> Goal:
-        """That less crosses between stages, in all messages together."""
+        """The goal that fewer bytes cross between stages, in all messages together."""
         (cause,), before = message.causes, self._retry.figures
         assert isinstance(cause, StageCrossing), message
         is_late, mesh = message.name.startswith("send_after"), self._retry.request.mesh
@@ -112,7 +114,7 @@ class Advisor:
         return Goal(message.name, SHRINK, why, changes, lambda attempt, _: attempt.figures.crossing < before.crossing)
 
     def _suggestion(self, goal: Goal, change: Change) -> Suggestion | None:
-        """A change with its cost for the whole model; None where it does not meet the goal there."""
+        """A change with its cost for the whole model; None if it does not meet the goal there."""
         before, annotations = self._retry.figures, self._retry.annotations
         attempt, pipeline = self._retry.attempt(change), self._retry.request.options.pipeline
         if attempt is None or not goal.is_met(attempt, False):
@@ -127,9 +129,10 @@ class Advisor:
 
 
 def best_changes(goal: Goal, retry: Retry) -> tuple[list[Change], bool, int]:
-    """The free changes of a group, the leanest first, or else those that meet the goal altogether, the cheapest first.
+    """The free changes of the first group that has any, or else all changes that meet the goal altogether.
 
-    Of changes that cost the same, the first. With them, whether they are free, and how many changes were compiled.
+    Free changes are sorted by the bytes sent, others by their excess; of changes with equal figures the first is kept.
+    Also returns whether the changes are free, and the number of changes compiled.
     """
     tried, before = 0, retry.figures
     met: dict[Figures, Change] = {}

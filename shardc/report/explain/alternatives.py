@@ -1,8 +1,8 @@
-"""The alternatives at a collective: what the compiler chose among there, and what a rank would have sent by each.
+"""The alternatives at a collective: the ways that the compiler could choose from, and the bytes a rank sends by each.
 
-Passes record what they chose among: how an op is cut (``Program.cut_choice``), whether it is taken apart
-(``Program.forms``), and whether data or weights move (``Program.sides``). Here these records are priced and put in
-words. Ways to bring a value from one sharding to another follow from the two shardings alone.
+Passes record their choices: how an op is cut (``Program.cut_choice``), whether it is taken apart
+(``Program.forms``), and whether data or weights move (``Program.sides``). This file prices these records and puts them
+in words. Ways to bring a value from one sharding to another follow from the two shardings alone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from shardc.program.traffic import collectives_of
 from shardc.report.explain.collectives import Movement, movements, producer_of
 from shardc.report.explain.records import Alternative
 
-MOST = 4  # alternatives to one question
+MOST = 4  # alternatives for one question
 
 
 def alternatives(compiled: Compiled, name: str) -> tuple[Alternative, ...]:
@@ -68,7 +68,7 @@ class AlternativeFinder:
         ways = [*_reshard_alternatives(self.program, moved)]
         if of_attention := [*self._attention_alternatives(node, moved)]:
             return (*ways, *of_attention)
-        if len(moved) == 1 and node.target not in EXCHANGES:  # what these send depends on no cut of an op
+        if len(moved) == 1 and node.target not in EXCHANGES:  # these send the same for any cut of an op
             ways += _cut_alternatives(self.program, node, moved[0])
         questions = {each.question for each in ways}
         if len(moved) == 1:
@@ -78,7 +78,7 @@ class AlternativeFinder:
         return (*ways, *(way for axis in axes_of(node) for way in self._side_alternatives.get(axis, ())))
 
     def _attention_alternatives(self, node: fx.Node, moved: Sequence[Movement]) -> Iterator[Alternative]:
-        """For what attention reads or makes: a ring, heads that ranks share, and keys that each gathers."""
+        """For operands and results of attention: a ring, heads shared by ranks, or keys gathered by each rank."""
         near = [node] if node.target in EXCHANGES else [op for each in moved for op in (*each.users, each.producer)]
         near = [self._behind_views(self.program.value(each)[0]) for each in near if each.op == "call_function"]
         for form in (each for each in self._forms.values() if each.ways):
@@ -101,7 +101,7 @@ class AlternativeFinder:
         return node
 
     def _decomposed_alternatives(self, producer: fx.Node) -> Iterator[Alternative]:
-        """For an op that was taken apart and is gone: what gathering its operand would have sent."""
+        """For an op that was taken apart and is gone: the bytes if its operand were gathered instead."""
         for form in (each for each in self._forms.values() if each.is_apart and self._is_of(each, producer)):
             sent = [each for each in self.program.calls if is_collective(each) and self._is_of(form, each)]
             edges = [each for each in sent if each.target in EXCHANGES]
@@ -113,12 +113,12 @@ class AlternativeFinder:
             yield Alternative(question, "gather the whole dim", form.gathered_bytes, False)
 
     def _is_of(self, form: FormChoice, node: fx.Node) -> bool:
-        """Whether a node belongs to the call of the user's that was taken apart."""
+        """Whether a node belongs to the user's call that was taken apart."""
         source = self.program.source(node)
         return node.op == "call_function" and (form.source, form.source.ordinal) == (source, source.ordinal)
 
     def _gathered_alternatives(self, node: fx.Node, moved: Movement, questions: set[str]) -> Iterator[Alternative]:
-        """For an op that gathers its operand or reduces its result: what taking it apart would have sent."""
+        """For an op that gathers its operand or reduces its result: the bytes if it were taken apart instead."""
         ops = (self.program.value(each)[0] for each in (*moved.users, moved.producer) if each.op == "call_function")
         for op in dict.fromkeys(ops):
             form = self._forms.get(op.name)
@@ -156,7 +156,7 @@ def _question(program: Program, op: fx.Node) -> str:
     return f"to compute {op.name}{f' ({module})' if module else ''}"
 
 
-# How a reshard is brought about.
+# Ways to carry out a reshard.
 
 
 def _reshard_alternatives(program: Program, moved: list[Movement]) -> Iterator[Alternative]:
@@ -170,7 +170,7 @@ def _reshard_alternatives(program: Program, moved: list[Movement]) -> Iterator[A
             reshards.append((src, dst, types[0]))
     if not reshards:
         return
-    costs: dict[str, list[tuple[int, int]]] = defaultdict(list)  # by way, bytes sent and bytes held of each member
+    costs: dict[str, list[tuple[int, int]]] = defaultdict(list)  # by way: bytes sent and bytes held for each member
     chosen: set[str] = set()
     for src, dst, type_ in reshards:
         for i, steps in enumerate(compare_steps(src, dst, type_)):
@@ -188,7 +188,7 @@ def _reshard_alternatives(program: Program, moved: list[Movement]) -> Iterator[A
         yield Alternative(question, way, sum(sent for sent, _ in each), way in chosen, note)
 
 
-# How an op is cut.
+# Ways to cut an op.
 
 
 def _cut_alternatives(program: Program, node: fx.Node, moved: Movement) -> list[Alternative]:
@@ -201,7 +201,7 @@ def _cut_alternatives(program: Program, node: fx.Node, moved: Movement) -> list[
     if choice is not None and is_sum:
         op, choice = _where_sum_opens(program, op, choice, axes)
     ways = [] if choice is None else _ways_to_cut(choice, axes, _question(program, op))
-    return ways[: MOST + 1] if len(ways) > 1 and ways[0].wire_bytes else []  # else it is there for other reasons
+    return ways[: MOST + 1] if len(ways) > 1 and ways[0].wire_bytes else []  # else the collective has other reasons
 
 
 def _ways_to_cut(choice: CutChoice, axes: Axes, question: str) -> list[Alternative]:
@@ -211,7 +211,7 @@ def _ways_to_cut(choice: CutChoice, axes: Axes, question: str) -> list[Alternati
     rest = {factor: cut.without(names) for factor, cut in chosen.items()}
     rest = {factor: cut for factor, cut in rest.items() if cut != WHOLE}
     now = next((factor for factor, cut in chosen.items() if {part.name for part in cut.all_axes} >= names), "")
-    ways: dict[str, Cuts] = {}  # the axes cut each factor in turn that they may cut, and then none
+    ways: dict[str, Cuts] = {}  # the axes cut in turn each factor that they may cut, and then none
     for factor, before in ((factor, rest.get(factor, WHOLE)) for factor in rule.sizes):
         cut = DimSharding(before.axes + axes)
         if not before.minor and rule.may_cut(factor, cut):
@@ -231,7 +231,7 @@ def _ways_to_cut(choice: CutChoice, axes: Axes, question: str) -> list[Alternati
 
 
 def _where_sum_opens(program: Program, op: fx.Node, choice: CutChoice, axes: Axes) -> tuple[fx.Node, CutChoice | None]:
-    """The op that left a sum open which passed through ``op``, and its choice."""
+    """The op that opened the sum that passes through ``op``, and its choice."""
     names = {part.name for part in axes}
     through = (
         producer_of(program, operand)
@@ -271,7 +271,7 @@ def _cut_text(rule: Rule, factor: str, axes: Axes) -> str:
     return f"not cut over {over}"
 
 
-MOST_STEPS = 3  # steps of a sequence
+MOST_STEPS = 3  # most steps of a sequence
 Steps = tuple[Step, ...]
 
 

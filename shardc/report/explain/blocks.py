@@ -1,6 +1,6 @@
-"""Two of a model's repeated blocks, which stand for all of them where many changes of a plan are tried.
+"""Two of a model's repeated blocks, which stand for all of them when many changes of a plan are tried.
 
-A block is a module of a list, or several in a row where modules alternate, as layers with experts and without do.
+A block is a module of a list or, if modules alternate, several in a row, such as a layer with experts and one without.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from itertools import chain
 
 from torch import nn
 
-NUM_KEPT = 2  # blocks: the first one reads what is not a block, the last one is read by it
+NUM_KEPT = 2  # blocks: the first one reads from outside the list, the last one is read from outside
 
 Blocks = tuple[tuple[str, ...], ...]  # the names of the modules of each block
 
 
 def repeated_blocks(model: nn.Module, more_than: int = NUM_KEPT) -> dict[str, Blocks]:
-    """The blocks in each list with more than two, or ``more_than``, like ones in a row; outermost lists alone.
+    """The blocks of each outermost list with more than ``more_than`` blocks in a row that are alike, by its path.
 
-    By the list's path. Of several rows the longest; modules before and after it are in no block.
+    If a list has several rows, its blocks are the longest row; modules before and after it are in no block.
     """
     lists: dict[str, Blocks] = {}
     queue, visited = [("", model)], set[nn.Module]()
@@ -33,9 +33,9 @@ def repeated_blocks(model: nn.Module, more_than: int = NUM_KEPT) -> dict[str, Bl
 
 
 def like_blocks(module: nn.Module) -> Blocks:
-    """The longest row of like blocks in a list, of equal ones that of the shortest blocks.
+    """The longest row of blocks in a list that are alike; of equally long rows the one with the shortest blocks.
 
-    Nothing for a module that is no list. In a block of several modules none is a leaf, as layers and activations are.
+    Empty for a module that is no list. In a block of several modules none is a leaf, as single layers are.
     """
     if not isinstance(module, (nn.ModuleList, nn.Sequential)):
         return ()
@@ -51,7 +51,7 @@ def like_blocks(module: nn.Module) -> Blocks:
 
 
 def _longest_row(forms: Sequence[object], length: int) -> range:
-    """The first longest range of a multiple of ``length`` in which each form is that so many before."""
+    """The first longest range of a multiple of ``length`` in which each form equals the one ``length`` before it."""
     best, start = range(0), 0
     for i in range(length, len(forms) + 1):
         if i == len(forms) or forms[i] != forms[i - length]:
@@ -66,7 +66,7 @@ def are_alike(modules: Iterable[nn.Module]) -> bool:
 
 
 def _form(module: nn.Module) -> object:
-    """What like modules have in common: class, and names and shapes of parameters and buffers."""
+    """The form that modules have to share to be alike: class, and names and shapes of parameters and buffers."""
     state = chain(module.named_parameters(), module.named_buffers())
     return type(module), tuple((name, tuple(tensor.shape)) for name, tensor in state)
 
@@ -77,7 +77,7 @@ def modules_of(blocks: Blocks) -> tuple[str, ...]:
 
 
 def nearest_blocks(lists: Mapping[str, Blocks], names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """The modules of two blocks of each list: those that contain what is named, by a path, come first."""
+    """The modules of two blocks of each list, preferably of blocks that contain the paths ``names``."""
     parts, kept = [name.split(".") for name in names], dict[str, tuple[str, ...]]()
     for path, blocks in lists.items():
         depth = len(path.split(".")) if path else 0
@@ -89,7 +89,7 @@ def nearest_blocks(lists: Mapping[str, Blocks], names: Iterable[str]) -> dict[st
 
 
 def with_blocks(model: nn.Module, kept: Mapping[str, Collection[str]]) -> nn.Module:
-    """A model with some blocks of its lists alone. It shares all modules with the model but lists and what has them."""
+    """The model with only the blocks ``kept`` in its lists. It shares all modules but the lists and their ancestors."""
     of_list = {model.get_submodule(path): _all_but(model.get_submodule(path), names) for path, names in kept.items()}
     copies: dict[nn.Module | None, nn.Module | None] = {None: None}
 
@@ -110,7 +110,7 @@ def with_blocks(model: nn.Module, kept: Mapping[str, Collection[str]]) -> nn.Mod
 
 
 def _all_but(blocks: nn.Module, kept: Collection[str]) -> set[str]:
-    """The names in a list, of its repeated blocks the kept ones alone."""
+    """The names in a list, without the names of repeated blocks that are not ``kept``."""
     return set(blocks._modules) - (set(modules_of(like_blocks(blocks))) - set(kept))
 
 

@@ -29,7 +29,7 @@ from shardc.report.explain.retry import Change, Edit
 def candidates(
     related: RelatedAnnotations, annotations: Mapping[str, P], inputs: Iterable[Input], zero: Zero | None, count: int
 ) -> list[list[Change]]:
-    """At most ``count`` changes in groups: edits of related annotations, then others one by one, the surest last."""
+    """At most ``count`` changes: edits of related annotations in one group, then others one by one, the surest last."""
     axes = set(related.axes)
     zeros: list[Zero | None] = []
     if zero is not None and axes & set(zero.axes):  # a stage of ZeRO that gathers less often, or no ZeRO
@@ -75,10 +75,10 @@ class NamedValue:
 class RelatedAnnotations:
     """The mesh axes that a collective goes over, and how closely each annotation is related to it.
 
-    ``distances``, by pattern: 0 for an annotation of a value that is moved or stands beside one; 1 where the cuts of a
-    value come from it; 2 where it names one of the axes or is about an input; 3 otherwise. ``unannotated``: values
-    beside those that are moved, which no annotation is about. ``num_dims``: of the values of each pattern. ``calls``:
-    calls of ``shardc.annotate`` in the model that name one of the axes, or cause the collective.
+    ``distances``, by pattern: 0 for an annotation of a value that is moved or is beside one; 1 if the cuts of a value
+    come from it; 2 if it names one of the axes or annotates an input; 3 otherwise. ``unannotated``: values beside the
+    moved ones that have no annotation. ``num_dims``: the number of dims of the values of each pattern. ``calls``: calls
+    of ``shardc.annotate`` in the model that name one of the axes, or cause the collective.
     """
 
     axes: tuple[str, ...]
@@ -123,7 +123,7 @@ def related_annotations(program: Program, node: fx.Node, annotations: Mapping[st
 
 
 def _values_beside(program: Program, movement: Movement) -> Iterator[NamedValue]:
-    """What is moved, what it is the gradient of, and the parameters and inputs that its producer and readers take."""
+    """The moved value, the value whose gradient it is, and the parameters and inputs of its producer and readers."""
     inputs = dict(zip(program.placeholders, program.inputs, strict=True))
     ends = list(ends_of(program))
     for output, owner, _ in (ends[i] for i in movement.outputs):
@@ -134,7 +134,7 @@ def _values_beside(program: Program, movement: Movement) -> Iterator[NamedValue]
             yield NamedValue("output", output.name, shape)
     for call in [movement.producer, *(user for user in movement.users if user.op != "output")]:
         for operand in [call, *filter(None, operands(program.value(call)[0]))]:
-            # what the operand is a view, a cast or a reshard of, however many there are
+            # go back through all views, casts and reshards
             while operand.op == "call_function" and len(operand.all_input_nodes) == 1:
                 if not (is_view(operand) or is_cast(operand) or is_getitem(operand) or program.causes(operand)):
                     break
@@ -145,7 +145,7 @@ def _values_beside(program: Program, movement: Movement) -> Iterator[NamedValue]
 
 
 def paths_near(program: Program, node: fx.Node) -> Iterator[str]:
-    """The paths of the modules and the parameters that a collective is about."""
+    """The paths of the modules and the parameters that a collective concerns."""
     for movement in movements(program, node):
         for each in (movement.producer, movement.result, *movement.users):
             yield program.source(each).module if each.op == "call_function" else ""
@@ -156,19 +156,19 @@ def paths_near(program: Program, node: fx.Node) -> Iterator[str]:
 
 
 def _edits(related: RelatedAnnotations, pattern: str, spec: P) -> Iterator[P | None]:
-    """One annotation with one thing changed. None drops it, first of all if it names no other axes."""
+    """An annotation with one thing changed. None drops it; this comes first if it names no other axes."""
     axes, num_dims = set(related.axes), related.num_dims.get(pattern, len(spec.entries))
     names, entries = axis_names(spec), _entries(spec, num_dims)
     if names <= axes:
         yield None
     if names & axes:
         yield from _moved(spec, entries, axes)
-    else:  # a whole dim is cut by the axes; the last dim first, which is the one of features
+    else:  # the axes cut a whole dim: the last one (features) first, but of a whole value the first one (batch)
         cut: Entry = related.axes[0] if len(related.axes) == 1 else related.axes
         order = range(num_dims - 1, -1, -1) if names else [0, *range(num_dims - 1, 0, -1)]
         for dim in (dim for dim in order if dim < len(entries) and entries[dim] is None):
             yield _with_entries(spec, [*entries[:dim], cut, *entries[dim + 1 :]])
-    # dims of the axes are left open; whole dims where the axes are not named
+    # leave open the dims that the axes cut or, if the annotation names none of the axes, the whole dims
     opened = {dim for dim, entry in enumerate(entries) if (entry_axes(entry) & axes if names & axes else entry is None)}
     if opened and len(opened) < len(entries):
         yield _with_entries(spec, [P.OPEN if dim in opened else entry for dim, entry in enumerate(entries)])
@@ -179,7 +179,7 @@ def _edits(related: RelatedAnnotations, pattern: str, spec: P) -> Iterator[P | N
 
 
 def _moved(spec: P, entries: list[Entry], axes: set[str]) -> Iterator[P]:
-    """An entry of the axes changes places with a whole dim."""
+    """The annotation with an entry of the axes swapped with a whole dim."""
     for src, entry in enumerate(entries):
         if entry_axes(entry) & axes:
             for dst in (dim for dim, other in enumerate(entries) if other is None):
@@ -192,7 +192,7 @@ def _moved(spec: P, entries: list[Entry], axes: set[str]) -> Iterator[P]:
 
 
 def _batch_cuts(related: RelatedAnnotations, annotations: Mapping[str, P], inputs: Iterable[Input]) -> Iterator[Change]:
-    """The batch is cut by an axis that cuts no input yet: annotated at one input, from which the others follow."""
+    """Cut the batch by an axis that cuts no input yet: annotate one input, from which the others follow."""
     patterns = {pattern.removeprefix("input:"): pattern for pattern in annotations}
     tensors = [tensor for tensor in inputs if tensor.kind == "input" and tensor.type.shape]
     annotated = (annotations[patterns[tensor.name]] for tensor in tensors if tensor.name in patterns)
@@ -207,7 +207,7 @@ def _batch_cuts(related: RelatedAnnotations, annotations: Mapping[str, P], input
 
 
 def _additions(related: RelatedAnnotations, annotations: Mapping[str, P]) -> Iterator[Change]:
-    """A parameter or input beside it without an annotation is cut by an axis along one dim, or kept whole."""
+    """Annotate an unannotated parameter or input beside the collective: cut along one dim by an axis, or whole."""
     groups: dict[str, NamedValue] = {}
     for value in related.unannotated:
         glob = ".".join("*" if part.isdigit() else part for part in value.name.split("."))  # all repeated modules
@@ -232,7 +232,7 @@ def axis_names(spec: P) -> set[str]:
 
 
 def entry_axes(entry: object) -> set[str]:
-    """The mesh axes that one entry names, an axis for each part of one."""
+    """The mesh axes that one entry names; a part of an axis counts as the axis."""
     named = getattr(entry, "axes", entry)
     names = named if isinstance(named, tuple) else (named,)
     return {axis_of(name) for name in names if isinstance(name, str)}
@@ -253,7 +253,7 @@ def _with_entries(spec: P, entries: list[Entry]) -> P:
 
 
 def _trimmed(entries: list[Entry]) -> list[Entry]:
-    """The entries without whole dims at the end, and with open ones there as ``...``."""
+    """The entries without whole dims at the end, and with open dims at the end as ``...``."""
     kept = list(entries)
     while kept and kept[-1] is None:
         kept.pop()
@@ -282,10 +282,10 @@ def _entry_without(entry: Entry, axes: set[str]) -> Entry:
 
 
 def stage_candidates(program: Program, cause: StageCrossing, is_late: bool, mesh: Mesh, count: int) -> list[Change]:
-    """At most ``count`` changes by which less might cross; ``is_late``: the message follows the last microbatch."""
+    """At most ``count`` changes that may let less cross. ``is_late``: the message follows the last microbatch."""
     pipeline = program.options.pipeline
     assert pipeline is not None
-    even = (("cuts", None),) if pipeline.cuts else ()  # stages begin where the balance puts them
+    even = (("cuts", None),) if pipeline.cuts else ()  # the balance chooses where stages begin
     changes = []
     ends = {0, mesh.axis_size(pipeline.axis) - 1}
     if is_late and pipeline.chunks_a_rank == 1 and {cause.source, cause.target} == ends:
@@ -302,8 +302,8 @@ def stage_candidates(program: Program, cause: StageCrossing, is_late: bool, mesh
 
 
 def _other_beginnings(program: Program, cause: StageCrossing) -> Iterator[Change]:
-    """A stage between the two begins with another module, the nearest first; the other stages stay."""
-    begin: dict[str, int] = {}  # the place of each module's first call; where several begin, of the outermost
+    """Let a stage between the two begin with another module, the nearest first; the other stages stay."""
+    begin: dict[str, int] = {}  # the place of each module's first call; if several begin there, only the outermost
     known: set[str] = set()
     forward = [node for node in program.calls if program.source(node).phase == "forward" and not program.causes(node)]
     for place, node in enumerate(sorted(forward, key=lambda node: program.source(node).ordinal)):

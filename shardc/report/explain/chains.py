@@ -31,7 +31,7 @@ class Chains:
         self._steps: dict[tuple[int, str], ChainStep] = {}  # chains share their first steps
 
     def node(self, name: str) -> fx.Node | None:
-        """The node of a name, or the node that replaced it; None where there was none."""
+        """The node of a name, or the node that replaced it; None if there was none."""
         return self._known.get(name)
 
     def op(self, node: fx.Node) -> str:
@@ -39,7 +39,7 @@ class Chains:
         return self._ops.get(node.target, "")
 
     def side(self, node: fx.Node) -> Side:
-        """A node as the producer of what a collective sends."""
+        """A node as the producer of a collective's operand."""
         source = self.program.source(node)
         type_ = type_text(self.program, node)
         return Side(self.names[node], type_, self.op(node), None, source.module, source.location)

@@ -1,4 +1,4 @@
-"""Why a collective is there: what it moves, the sharding of its operand, the one that its reader needs, and reasons."""
+"""Explain a collective: the value that it moves, the shardings of its operand and for its reader, and the reasons."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class CollectiveExplainer:
     stages: StageExplainer | None = None
 
     def explain(self, collective: Collective) -> Explanation:
-        """Why a collective is there; of a bucket, why each of its members is."""
+        """Explain why a collective is there; for a bucket, why each of its members is."""
         c = collective
         seconds = collective_seconds(self.program, c)
         kind: SentKind = c.kind  # type: ignore[assignment]  # no local kind is a collective
@@ -72,7 +72,7 @@ class CollectiveExplainer:
         return sender(self.chains.nodes, collective.name)
 
     def members(self, collective: Collective) -> tuple[Explanation, ...]:
-        """Why each member of a bucket is there; of another collective, why it is."""
+        """Explain why each member of a bucket is there, or why any other collective is."""
         node = self.node(collective)
         assert node is not None, collective
         sent = goes_round(node) if node.target in RINGS else node.all_input_nodes
@@ -83,7 +83,7 @@ class CollectiveExplainer:
         return tuple(replace(part, notes=(note,)) for part in parts) if len(parts) > 1 else parts
 
     def _member(self, collective: Collective, cause: Cause, moved: fx.Node, result: fx.Node) -> Explanation:
-        """Why one value is sent: ``moved`` is the operand, ``result`` the node of its result."""
+        """Explain why one value is sent: ``moved`` is the operand, ``result`` the node of its result."""
         axes = list(map(axis_of, collective.axes))
         if collective.kind == "collective_permute" and isinstance(cause, ShardingChange):
             axes += [need.axis for need in cause.needs]
@@ -103,7 +103,7 @@ class CollectiveExplainer:
         for axis in axes:
             if axis in known:
                 yield self.chains.chain(axis, known[axis], moved)
-            # where the axis comes from to the other summands of an open sum, if that is another annotation
+            # the origins of the axis at the other summands of an open sum, if these are other annotations
             first = known.get(axis)
             origins = {each.annotation: each for each in first.further_annotations} if first else {}
             for origin in (other.origins.get(axis) for other in (change.added if change else ())):
@@ -117,7 +117,7 @@ class CollectiveExplainer:
                 yield self.chains.chain(axis, self.program.origin(result)[axis], result)
 
     def _reader(self, collective: Collective, cause: Cause, result: fx.Node) -> Side:
-        """The reader of the result and the type that it needs: of a stored parameter its first reader in the stage."""
+        """The reader of the result and the type that it needs; for a stored parameter, the stage's first reader."""
         if isinstance(cause, ShardingChange):
             node = self.chains.nodes.get(cause.user.name)
             arguments = operands(node) if node is not None and node.op == "call_function" else ()
@@ -153,7 +153,7 @@ def _reasons(cause: Cause, axes: list[str]) -> Iterator[Reason]:
 
 
 def _shared_heads(change: ShardingChange) -> ReasonKind | None:
-    """Whether ranks that share heads of attention have values sent to them, or send results back."""
+    """The reason if ranks share heads of attention: values are sent to them, or they send results back."""
     names: dict[str, ReasonKind] = {BY_HEADS: "heads", BY_POSITIONS: "positions"}
     return names.get(change.user.name.rstrip("_0123456789"))
 
@@ -169,7 +169,7 @@ def _readers(result: fx.Node, is_through_views: bool) -> Iterator[fx.Node]:
 
 
 def why_needed(program: Program, node: fx.Node) -> str:
-    """What a collective of a lowered program in global shapes is there for, in any plan like this one: a sentence."""
+    """A sentence that says why any plan like this one needs a collective of a lowered program in global shapes."""
     moved, axes = list(movements(program, node)), " and ".join(axes_of(node))
     kind, count = collective_at(program, node).kind, len(moved)
     if kind in ("all_reduce", "reduce_scatter"):
@@ -214,7 +214,7 @@ def _why_sum(program: Program, node: fx.Node, moved: list[Movement], axes: str) 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A value is moved in a phase, along a mesh axis, by a collective of some kind."""
+    """The move of a value in a phase, along a mesh axis, by a collective of some kind."""
 
     phase: str
     axis: str
@@ -272,8 +272,8 @@ class Movement:
     """One value that a collective moves.
 
     ``producer``: the node that computes it, before every step of the reshard. ``operand``: the collective's operand.
-    ``result``: the last step of the reshard. ``users``: the readers of that; ``outputs``: the indices of the program's
-    results among them.
+    ``result``: the last step of the reshard. ``users``: the readers of ``result``. ``outputs``: the indices of
+    ``result`` among the program's results.
     """
 
     producer: fx.Node
@@ -304,7 +304,7 @@ def producer_of(program: Program, node: fx.Node) -> fx.Node:
 
 
 def _last_steps(program: Program, node: fx.Node) -> Iterator[fx.Node]:
-    """The last steps of the reshards that a node is a step of: the steps with other users."""
+    """The last steps of the reshards that a node is a step of: those with a user that is no step."""
     steps = [user for user in node.users if user.op != "output" and _is_step(program, user)]
     if len(steps) < len(node.users):
         yield node
@@ -316,7 +316,7 @@ def _is_step(program: Program, node: fx.Node) -> bool:
     """Whether a node is part of a reshard: a collective, a view around one, or a result of a bucket."""
     if node.op != "call_function" or node.target in EXCHANGES:
         return False
-    if node.target is saved_slice:  # what is gathered of it in backward is another reshard than forward's
+    if node.target is saved_slice:  # its gather in backward is another reshard than forward's
         return False
     is_ours = node.target in COLLECTIVES or node.target is bucket or bool(program.causes(node))
     return is_ours or _is_of_bucket(node)

@@ -38,10 +38,10 @@ from shardc.report.explain.stages import StageExplainer
 if TYPE_CHECKING:
     from shardc.compiler import Compiled
 
-NAMEABLE = ("param", "input", "output", "module", "value")  # kinds that a bare name may be of
-PREFIXED = ("gradient", "computed", "guard")  # results that share names with these: the kind stands before the name
+NAMEABLE = ("param", "input", "output", "module", "value")  # the kinds that a bare name may have
+PREFIXED = ("gradient", "computed", "guard")  # results that share names with these: a name needs the kind before it
 WORDS = {"parameter": "param", "buffer": "param", "collective": "value"}  # other words for a kind
-MODEL = "(model)"  # the name of the module that has none
+MODEL = "(model)"  # the name of the model itself
 WHERE_THERE_ARE = {  # how to compile a program that has some of a kind
     "stage": "cut the model in stages (pipeline=, --pipeline), or name what shardc dump prints",
     "gradient": "compile backward too, without train=False or --no-train, or name what shardc dump prints",
@@ -55,11 +55,11 @@ def explain(compiled: Compiled, name: str) -> Explanation:
 
 
 class Explainer:
-    """Explains the values and collectives of one program in global shapes. Make one for many names.
+    """Explains the values and collectives of one program in global shapes. One explainer serves many names.
 
-    After propagate it explains shardings, after lower_reshards collectives too. ``model`` knows names that the program
-    lacks: those of tied parameters and of modules that are never called. ``others`` are programs that know further
-    names, by the pass that they stand after.
+    After propagate it explains shardings, after lower_reshards collectives too. ``model`` has names that the program
+    lacks: those of tied parameters and of modules that are never called. ``others``: the programs after other passes,
+    by pass, which have further names.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class Explainer:
     def explain(self, name: str) -> Explanation:
         """Explain a parameter, buffer, input, output or module of the model, or a node as the dump prints it.
 
-        Where several have the name, ``param:``, ``input:``, ``output:``, ``module:`` or ``value:`` before it says which
-        is meant. ``gradient:NAME`` and ``stage:N`` have no name of their own. The words of the dump do as well, as in
-        ``the gradient w``. Raises a ShardingError for a name that nothing has, or several have.
+        If several have the name, a prefix ``param:``, ``input:``, ``output:``, ``module:`` or ``value:`` chooses one.
+        Gradients and stages are named only with theirs: ``gradient:NAME``, ``stage:N``. The words of the dump work too,
+        as in ``the gradient w``. Raises a ShardingError for a name that nothing has, or several have.
         """
         is_exact = any(name in self.tables[each] for each in NAMEABLE)
         kind, bare = ("", name) if is_exact else kind_and_name(str(name))
@@ -173,7 +173,7 @@ class Explainer:
         return Explanation(name, "buffer" if kind == "buffer" else "parameter", type_, notes=("no op reads it",))
 
     def _results(self, kind: str) -> Mapping[str, fx.Node | None]:
-        """The program's results of a kind by name; a gradient of None depends on no output."""
+        """The program's results of a kind by name; a gradient is None if no output depends on its value."""
         pairs = zip(self.program.outputs, self.program.results, strict=True)
         nodes = [(output.name, node) for output, node in pairs if output.kind == kind]
         names = gradient_names(self.program) if kind == "gradient" else [name for name, _ in nodes]
@@ -192,7 +192,7 @@ class Explainer:
     # Modules and stages.
 
     def _module(self, path: str) -> Explanation:
-        """Explain what a module returns and sends, in backward too; or its parameters, where it has no op."""
+        """Explain a module by its results and collectives, in backward too; or by its parameters, if it has no op."""
         first = self._model.modules.get(path, path)
         calls = self._calls.get(first, [])
         notes = (f"{path} and {first} are one module",) if first != path else ()
@@ -236,7 +236,7 @@ class Explainer:
     # Names of other things.
 
     def _annotation(self, text: str) -> Explanation | None:
-        """Explain what an annotation is about, named by its pattern or as it prints, and how much comes from it."""
+        """Explain an annotation, named by its pattern or as it prints: its values, and how many values it cuts."""
         pattern = text.partition(": P(")[0]
         pins = [pin for pin in self.program.pins if text == pin.text or pin.text.startswith(f"{pattern}: P(")]
         if not pins:
@@ -314,7 +314,7 @@ class ModelNames:
 
     @staticmethod
     def of(model: nn.Module | None) -> ModelNames:
-        """The names of a model; no names where there is none."""
+        """The names of a model; no names without a model."""
         if model is None:
             return ModelNames()
         parameters, buffers, tied = state_names(model)
@@ -328,9 +328,10 @@ class ModelNames:
 
 
 def successors_of(program: Program, other: Program, node: fx.Node) -> list[fx.Node]:
-    """The values of a program that stand where ``other``, the program after another pass, has a node.
+    """The values of a program that correspond to a node of ``other``, the program after another pass.
 
-    They belong to the same call of the user's, or else to the nearest call; for a rank's own view, to what it views.
+    They belong to the same call of the user's, or else to the nearest one; a view of a localized program corresponds to
+    the value that it views.
     """
     known = {each.name: each for each in program.graph.nodes if each.op != "output"}
     by_call: dict[tuple[Source, int], list[fx.Node]] = {}
@@ -351,6 +352,6 @@ def successors_of(program: Program, other: Program, node: fx.Node) -> list[fx.No
 
 
 def _call(program: Program, node: fx.Node) -> tuple[Source, int]:
-    """The call of the user's that a node belongs to."""
+    """The user's call that a node belongs to."""
     source = program.source(node)
     return source, source.ordinal

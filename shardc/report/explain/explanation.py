@@ -127,7 +127,7 @@ class Explanation:
     location: str = ""
     chains: tuple[Chain, ...] = ()
     placed: str = ""
-    sent: Transmission | None = field(default_factory=NoneType)  # null in JSON, where a plain None were left out
+    sent: Transmission | None = field(default_factory=NoneType)  # null in JSON; a plain None would be left out
     has: Side | None = field(default_factory=NoneType)
     wants: Side | None = field(default_factory=NoneType)
     reasons: tuple[Reason, ...] = ()
@@ -213,7 +213,7 @@ def _body(explanation: Explanation, most: int | None) -> Iterator[str]:
     yield from aligned(rows)
     taken = {(reason.axis, reason.end) for reason in explanation.reasons if reason.kind == "taken"}
     for reason in explanation.reasons:
-        if reason.kind != "cut" or (reason.axis, reason.end) not in taken:  # which says the same
+        if reason.kind != "cut" or (reason.axis, reason.end) not in taken:  # "taken" says the same
             yield f"because {reason_text(reason, explanation.wants)}"
     placed = explanation.placed
     if placed and not any(chain.end == placed for chain in explanation.chains):
@@ -236,7 +236,7 @@ def _chain_lines(chain: Chain, axes: str, most: int | None) -> Iterator[str]:
         steps = (*steps[:first], *steps[first + left_out :])
     rows = []
     for step in steps:
-        call = step.call if step.call.startswith(step.via) else f"{step.call}, {step.via}"  # a name mostly says the op
+        call = step.call if step.call.startswith(step.via) else f"{step.call}, {step.via}"  # names mostly say the op
         op = step.via if step.call in ("", step.value) else call
         way = f"since {step.via} is cut so"
         if step.role != "tied":
@@ -254,7 +254,7 @@ def _place(module: str, location: str) -> str:
 
 
 def _parts(explanation: Explanation, most: int | None) -> Iterator[str]:
-    """The parts: results of a module whole, collectives in one line each; of a long bucket the first member whole."""
+    """The parts: results of a module in full, collectives in a line each; of a long bucket only one member in full."""
     if explanation.kind in ("module", "stage"):
         whole = [part for part in explanation.parts if part.kind != "collective"]
         header: tuple[str, ...] = ("it sends", "axes", "phase", "wire bytes", "of", "from", "time")

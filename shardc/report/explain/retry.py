@@ -1,8 +1,8 @@
-"""Compile a model again after a change of the plan, by no more passes than needed, and measure what it then costs.
+"""Compile a model again after a change of the plan, with as few passes as possible, and measure its new cost.
 
-The model is captured again only where the annotations of its modules change, since those are in the graph. Passes
-before the first one that reads annotations are not run again. Many changes are tried on a model of two of its repeated
-blocks (``Retry.near``), which compiles in a fraction of the time.
+The model is captured again only if the annotations of its modules change, since those are in the graph. Passes before
+the first one that reads annotations are not run again. Many changes are tried on a model of two of its repeated blocks
+(``Retry.near``), which compiles in a fraction of the time.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from shardc.report.explain.records import Figures
 class Retry:
     """Compiles a model again after changes. A change is compiled once, however often it is attempted.
 
-    ``blocks``: those that the model was cut down to, in words; nothing for the whole model.
+    ``blocks``: the blocks that the model was cut down to, in words; empty for the whole model.
     """
 
     def __init__(self, compiled: Compiled, blocks: str = "") -> None:
@@ -55,9 +55,9 @@ class Retry:
         self._near: dict[object, Retry | None] = {}
 
     def near(self, names: Iterable[str]) -> Retry | None:
-        """The same for a model with two of each list of repeated blocks, those near what is named by its path.
+        """A Retry for the model with two blocks of each repeated list, preferably blocks that contain the ``names``.
 
-        None where no block is repeated, a pipeline spreads blocks over stages, or the model needs all its blocks.
+        None if no block is repeated, a pipeline spreads blocks over stages, or the model needs all its blocks.
         """
         lists = {} if self.request.options.pipeline else repeated_blocks(self.compiled.model)
         kept = nearest_blocks(lists, names)
@@ -93,7 +93,7 @@ class Retry:
         return {name: spec_of(spec, mesh, name) for name, spec in self.request.annotations.items()}
 
     def attempt(self, change: Change) -> Attempt | None:
-        """The plan after a change; None where it cannot be compiled."""
+        """The plan after a change; None if it cannot be compiled."""
         annotations, before = change.annotations_after(self.annotations), self.request.options
         zero, pipeline = change.zero if change.is_zero else before.zero, change.pipeline_after(before.pipeline)
         saved = None if change.is_saved_whole else before.saved
@@ -122,7 +122,7 @@ class Retry:
         return attempt
 
     def _first_attempt(self, request: Request, removed_calls: tuple[str, ...], has_other_stages: bool) -> Attempt:
-        """The program after the last pass whose result stays the same, with the pins of the request."""
+        """The program after the last pass whose result the change leaves as it is, with the pins of the request."""
         model, captured = self.compiled.model, _without_calls(self.compiled.at("capture"), removed_calls)
         before, matched = match_annotations(model, self.request), match_annotations(model, request)
         if matched.modules != before.modules:
@@ -134,7 +134,7 @@ class Retry:
         if has_other_stages or removed_calls or outputs != outputs_before:
             return Attempt(program)
         unannotated = self.compiled.at(UNANNOTATED)
-        options = replace(program.options, pipeline=unannotated.options.pipeline)  # with the chunks that it chose
+        options = replace(program.options, pipeline=unannotated.options.pipeline)  # with the chunks chosen before
         return Attempt(replace(unannotated, pins=program.pins, options=options), UNANNOTATED)
 
 
@@ -151,14 +151,14 @@ def _without_calls(program: Program, removed_calls: tuple[str, ...]) -> Program:
 
 @dataclass
 class Attempt:
-    """A plan after a change. ``program`` stands after the pass ``after``, or after capture where it is None."""
+    """A plan after a change. ``program`` is the result of the pass ``after``, or of capture if that is None."""
 
     program: Program
     after: Pass | None = None
 
     @cached_property
     def transfers(self) -> frozenset[Transfer]:
-        """The transfers of the plan. They are settled before the last passes, which run where figures are needed."""
+        """The transfers of the plan. They are settled before the last passes, which run only for figures."""
         self.program, self.after = run_passes(self.program, after=self.after, until=SETTLED), SETTLED
         return frozenset[Transfer]().union(*transfers(self.program).values())
 
@@ -171,8 +171,8 @@ class Attempt:
 def figures_of(program: Program) -> Figures:
     """The cost of a step of a localized program on one rank.
 
-    With a pipeline, bytes sent are those of one rank of each stage together, of which ``crossing`` go between stages.
-    All else is of the rank that has most of it.
+    With a pipeline, bytes sent are the sum over one rank of each stage; ``crossing`` of them go between stages. Each
+    other figure is that of the rank with the largest one.
     """
     collectives, memory = collectives_of(program), memory_of(program)
     sent, crossing = (
@@ -185,7 +185,7 @@ def figures_of(program: Program) -> Figures:
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """One annotation before and after a change: None where there is none."""
+    """One annotation before and after a change; None if there is none."""
 
     pattern: str
     before: P | None
@@ -193,7 +193,7 @@ class Edit:
 
     @property
     def text(self) -> str:
-        """In words and Python."""
+        """The edit in words and Python."""
         if self.after is None:
             return f"drop {self.pattern!r}: {self.before!r}"
         if self.before is None:
@@ -207,7 +207,7 @@ class Change:
 
     ``zero``: the option after the change, if ``is_zero``. ``removed_calls``: calls of ``shardc.annotate`` in the model,
     as origins name them. ``pipeline_fields``: fields of the option ``pipeline`` with their new values. ``mesh``: the
-    axes and sizes of another mesh. ``is_saved_whole``: without the option ``saved``.
+    axes and sizes of another mesh. ``is_saved_whole``: whether the option ``saved`` is dropped.
     """
 
     edits: tuple[Edit, ...] = ()
@@ -230,7 +230,7 @@ class Change:
 
     @property
     def text(self) -> str:
-        """In words and Python."""
+        """The change in words and Python."""
         parts = [edit.text for edit in self.edits]
         for call in self.removed_calls:
             parts.append(f"take out of the model shardc.{call.replace('annotate(', 'annotate(..., ')}")
@@ -245,7 +245,7 @@ class Change:
         return ", ".join(parts)
 
     def python(self, annotations: Mapping[str, P], pipeline: Pipeline | None) -> str:
-        """As one types it in Python, after the annotations and the option ``pipeline`` before the change."""
+        """The change as Python source. ``annotations`` and ``pipeline`` are those before the change."""
         if self.pipeline_fields or self.mesh:
             settings = ", ".join(f"{name}={value!r}" for name, value in self._settings(pipeline).items())
             mesh = [f"mesh = Mesh({_axes_text(self.mesh, ', ')})"] * bool(self.mesh)
@@ -257,10 +257,10 @@ class Change:
         return f"annotations = {{{entries}}}" + (f", zero={self.zero!r}" if self.is_zero else "")
 
     def flags(self, annotations: Mapping[str, P], pipeline: Pipeline | None, replaces: bool) -> str:
-        """As one types it on the command line.
+        """The change as flags of the command line.
 
         ``replaces``: ``--annotate`` replaces all annotations of the target, as for ``hf:``. Otherwise it adds to them,
-        and an annotation that is dropped is left open, which comes to the same.
+        and a dropped annotation becomes an open one, which has the same effect.
         """
         if self.pipeline_fields or self.mesh:
             settings = self._settings(pipeline)
@@ -279,7 +279,7 @@ class Change:
         return " ".join(flags)
 
     def _settings(self, before: Pipeline | None) -> dict[str, Any]:
-        """The fields of the option ``pipeline`` to type after the change: the axis, microbatches, and no defaults."""
+        """The fields of the option ``pipeline`` after the change: axis, microbatches and all that are no defaults."""
         after = self.pipeline_after(before)
         assert after is not None, self
         values, default = {each.name: getattr(after, each.name) for each in fields(after)}, Pipeline(after.axis)

@@ -31,7 +31,7 @@ class StageExplainer:
         self.pipeline: Pipeline = program.options.pipeline
 
     def message(self, message: Collective, sent: Transmission) -> Explanation:
-        """Why a message is sent; of several values, why each is in it."""
+        """Explain why a message is sent; if it has several values, why each is in it."""
         (cause,) = message.causes
         assert isinstance(cause, StageCrossing), message
         parts = tuple(self._value(message, cause, self.chains.nodes[name]) for name in cause.values)
@@ -71,7 +71,7 @@ class StageExplainer:
         yield from map(self.beginning, range(low + 1, high + 1))
 
     def _notes_after_the_last_microbatch(self, cause: StageCrossing) -> Iterator[str]:
-        """Which results need a value that is sent once, when all microbatches are done."""
+        """Notes on the results that need a value sent once, after all microbatches."""
         behind = descendants(*(self.chains.nodes[name] for name in cause.values))
         source, target = (self.record.stages.stages[stage].parameters for stage in (cause.source, cause.target))
         for output, result in zip(self.program.outputs, self.program.results, strict=True):
@@ -85,7 +85,7 @@ class StageExplainer:
     # Where a stage begins.
 
     def stage(self, index: int, sent: Iterable[Explanation]) -> Explanation:
-        """Where a stage begins and why; ``sent`` are the explanations of its collectives."""
+        """Explain where a stage begins and why. ``sent``: the explanations of its collectives."""
         path = self.record.modules[index][0]
         reasons = (Reason(self.pipeline.axis, "stages", None, self.pipeline.text),)
         notes = (self.beginning(index),)

@@ -1,12 +1,12 @@
-"""``strict``: an error for whatever is gathered or runs whole although no annotation asks for it.
+"""``strict``: errors for values that are gathered and ops that run whole although no annotation asks for it.
 
-Two things offend. An op without a rule, whose operands are gathered and which runs whole on every rank. An all_gather
-or all_to_all that is not *requested*. It is requested where
+There are two offences: an op without a rule, whose operands are gathered and which runs whole on every rank; and an
+all_gather or all_to_all that is not *requested*. It is requested if
 
-- it leads to what the user placed, in the dims that it changes: an annotated value, module output or program output, or
-  the gradient or new value of an annotated parameter, buffer or input;
+- it leads to a sharding that the user annotated, in the dims that it changes: that of an annotated value, module output
+  or program output, or of the gradient or new value of an annotated parameter, buffer or input;
 - it gathers an annotated parameter or buffer over axes that cut dim 0, the batch, of an annotated input (weights that
-  are stored in pieces between uses, as FSDP does), or it gathers what ``Zero`` stores;
+  are stored in pieces between uses, as FSDP does), or it gathers a parameter that ``Zero`` stores;
 - it moves data that an annotation cuts over an axis to where annotated weights are cut over it, or moves it back:
   sequence parallelism, and experts.
 
@@ -33,7 +33,7 @@ from shardc.program.text import type_text
 
 
 def strict_offences(compiled: Compiled) -> list[ShardingError]:
-    """An error for each offender of a compiled model, in the program whose collectives are settled; fallbacks first."""
+    """An error for each offence of a compiled model, in the program whose collectives are settled; fallbacks first."""
     settled = compiled.at(SETTLED)
     pins = [*settled.pins, *(pin for pin in compiled.program.pins if pin.kind == "value")]
     return [*_fallbacks(settled), *_unrequested_gathers(settled, _Requests(settled, pins))]
@@ -82,7 +82,7 @@ def _unrequested_gathers(program: Program, requests: _Requests) -> Iterator[Shar
 
 
 def _place(program: Program, node: fx.Node) -> str:
-    """The node with its line and module; a moved input has those of the first op that uses it."""
+    """The node with its line and module; for a moved input, those of the first op that uses it."""
     sources = map(program.source, [node, *_users(program, node)])
     source = next((source for source in sources if source.location), program.source(node))
     return f"{node.name} ({', '.join(filter(None, (source.location, source.module)))})"
@@ -121,7 +121,7 @@ class _Requests:
     def is_stored(self, node: fx.Node) -> bool:
         """Whether a gather collects a weight that is stored in pieces over the axes of the batch, or by ZeRO."""
         axes, zero, source = set(axes_of(node)), self.program.options.zero, operand(node)
-        # the input that the operand is a view, a cast or a step of the same gather of
+        # go back through views, casts and steps of the same gather to the input
         while source.op == "call_function" and len(source.all_input_nodes) == 1:
             if source.target not in COLLECTIVES and self.program.rule(source).is_fallback:
                 break

@@ -1,7 +1,7 @@
 """Suggested plans as one page for a browser, which needs no network and runs no script.
 
-It has a table, a picture of the candidates with the frontier of time and memory, and for each plan its Python, why it
-is as it is, and hints. ``page/`` has the template and styles; colours and type are those of the report of a program.
+It has a table, a picture of the candidates with the frontier of time and memory, and the Python, reasons and hints of
+each plan. ``page/`` has the template and styles; colours and type are those of the report of a program.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ options. On the line are the plans for which no other is both faster and smaller
 
 
 def suggested_page(suggested: Suggested) -> str:
-    """The page of what was found."""
+    """The page of the suggestions."""
     style = "".join([*map(page_file, SHARED_STYLES), page_file("suggest.css", HERE)])
     plans = [_plan(number, each, suggested.memory) for number, each in enumerate(suggested.suggestions, 1)]
     contents = {
@@ -43,7 +43,7 @@ def suggested_page(suggested: Suggested) -> str:
 
 
 def _text(text: str) -> str:
-    """A text in which nothing is markup."""
+    """The text with all markup escaped."""
     return escape(printable(text, keep="\n"))
 
 
@@ -84,12 +84,12 @@ def _of_limit(plan: SuggestionEntry, limit: int | None) -> str:
 
 
 def _plan(number: int, plan: SuggestionEntry, limit: int | None) -> str:
-    """The card of a plan: its time and memory in parts, its Python, why it is as it is, and hints."""
+    """The card of a plan: its time and memory in parts, its Python, reasons and hints."""
     options = f", {_text(options_text(plan))}" if options_text(plan) else ""
     links = ", ".join(f"{name} over {link}" for name, link in plan.links.items())
     times = [(name, getattr(plan.seconds, name)) for name in ("computing", "exposed", "bubble")]
     classes = [(name, float(getattr(plan.memory, name))) for name in MEMORY]
-    if plan.memory.offloaded is not None:  # of the first three, copies of parameters alone are on the device
+    if plan.memory.offloaded is not None:  # of the first three, only copies of parameters are on the device
         stored = sum(nbytes for _, nbytes in classes[:3])
         classes = [("parameters", stored - plan.memory.offloaded), *classes[3:]]
     step = f"{seconds_text(plan.seconds.step)} a step: {_parts_text(times, seconds_text)}"
@@ -121,7 +121,7 @@ def _parts_text(parts: Sequence[tuple[str, float]], text: Callable[[float], str]
 
 
 def _bar(kind: str, parts: Iterable[tuple[str, float]], label: str) -> str:
-    """A bar in parts, drawn as SVG: a page without scripts that allows no styles in attributes."""
+    """A bar in parts, drawn as SVG: the page has no scripts and allows no styles in attributes."""
     parts = [each for each in parts if each[1]]
     whole, start, pieces = sum(size for _, size in parts) or 1, 0.0, []
     for name, size in parts:

@@ -12,7 +12,7 @@ from shardc.report.suggest.records import Candidate, Suggested, SuggestionEntry,
 
 WIDTH, HEIGHT = 980, 420
 LEFT, RIGHT, TOP, BOTTOM = 84, 24, 18, 46  # margins
-FAR = 4.0  # a limit is drawn where it is at most so many times the highest peak
+FAR = 4.0  # the limit is drawn if it is within this factor of the lowest and the highest peak
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Scale:
         return round(self.start + part * (self.end - self.start), 1)
 
     def ticks(self) -> list[float]:
-        """Round values: 1, 2 and 5 times powers of ten, or steps of one size where these are too few."""
+        """Round values: 1, 2 and 5 times powers of ten, or equal steps if these are too few."""
         powers = range(floor(log10(self.low)), ceil(log10(self.high)) + 1)
         found = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
         found = [each for each in found if self.low <= each <= self.high]
@@ -44,7 +44,7 @@ class Scale:
 
 
 def scale(values: Iterable[float], start: float, end: float) -> Scale:
-    """A scale with some room around values, of which one at least is above 0."""
+    """A scale with some room around the positive values."""
     positive = [value for value in values if value > 0] or [1.0]
     low, high = min(positive), max(positive)
     room = max(1.02, (high / low) ** 0.06)
@@ -141,5 +141,5 @@ def _number(number: int, plan: SuggestionEntry, x: Scale, y: Scale) -> str:
 
 
 def _title(words: str, seconds: float, peak: int) -> str:
-    """What a pointer shows: mesh, options, time and memory."""
+    """The tooltip: mesh, options, time and memory."""
     return f"<title>{escape(printable(f'{words}: {seconds_text(seconds)} a step, {bytes_text(peak)} a rank'))}</title>"

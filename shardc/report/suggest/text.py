@@ -1,4 +1,4 @@
-"""Suggested plans as text: a table of them, then the first one as Python, why it is as it is, and hints."""
+"""Suggested plans as text: a table of them, then the first one as Python, its reasons, and hints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEADER = ("rank", "mesh", "options", "step", "computing", "exposed", "bubble", "
 
 
 def suggested_text(suggested: Suggested) -> str:
-    """The text form of what was found."""
+    """The text form of the suggestions."""
     plans = suggested.suggestions
     has_bubbles = any(each.seconds.bubble for each in plans)
     rows = [_row(number, each, suggested.memory, has_bubbles) for number, each in enumerate(plans, 1)]
@@ -36,7 +36,7 @@ def _row(number: int, plan: SuggestionEntry, limit: int | None, has_bubbles: boo
 
 
 def facts_of(suggested: Suggested) -> Iterator[str]:
-    """Sentences about the answer: the machine, what does not fit, and how far the best plan may be from the optimum."""
+    """Sentences about the answer: the machine, the lack of memory, and the best plan's distance from the bound."""
     first = suggested.suggestions[0]
     limit = "no limit of memory" if suggested.memory is None else f"{bytes_text(suggested.memory)} of memory a rank"
     yield f"On {machine_text(suggested)}, {limit}; {suggested.compiled} programs were compiled."

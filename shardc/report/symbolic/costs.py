@@ -27,8 +27,8 @@ from shardc.report.symbolic.symbolic_program import SymbolicProgram, count_rows,
 def expressed_cost(symbolic: SymbolicProgram, lowered: Program, final: Program) -> StepCost:
     """The cost of a plan before its collectives go in buckets, and before bytes on the wire are rounded down.
 
-    ``lowered`` and ``final`` are its program at a point, before and after the last passes. Memory is that of the place
-    in the program where most is alive at that point.
+    ``lowered`` and ``final`` are its program at a point, before and after the last passes. Memory is counted at the
+    place in the program where most is alive at that point.
     """
     program = symbolic.expressed
     traffic = tuple(replace(each, count=None) for each in traffic_of(collectives_of(program, count_rows)))
@@ -38,7 +38,7 @@ def expressed_cost(symbolic: SymbolicProgram, lowered: Program, final: Program) 
 
 
 def _stage_flops(program: Program) -> Any:
-    """The operations of the rank of a pipeline that has most of them."""
+    """The operations of the rank of a pipeline that has the most."""
     import sympy
 
     pipeline = program.options.pipeline
@@ -52,22 +52,22 @@ def _stage_flops(program: Program) -> Any:
 
 
 def _memory(program: Program, lowered: Program, final: Program) -> dict[str, Any]:
-    """Bytes by class. ``program`` has expressions for sizes; at a point it is ``lowered``, and ``final`` in the end.
+    """Bytes by class. ``program`` has expressions for sizes; ``lowered`` and ``final`` are its forms at a point.
 
-    ``gathered`` and ``peak`` are those of the place where most is alive at that point; of a pipeline on the rank that
-    is the fullest there, and ``saved`` as well.
+    ``gathered`` and ``peak`` are counted at the place where most is alive at that point. For a pipeline these, and
+    ``saved``, are counted on the rank that is fullest there.
     """
     nodes = {node.name: node for node in program.graph.nodes}
 
     def value_of(node: fx.Node, index: int) -> Value | None:
-        """The value of ``program`` that one of a later program is, perhaps in a bucket; None where none is."""
+        """The value of ``program`` that a value of a later program, perhaps in a bucket, stands for; None if none."""
         parts = members(node)
         if node.name not in nodes and index < len(parts):
             node, index = next(results(node, parts[index]), node), 0
         return (nodes[node.name], index) if node.name in nodes else None
 
     def count(blocks: Iterable[Block]) -> Any:
-        """The bytes of blocks, each expression once and times the number of its blocks."""
+        """The bytes of blocks: the sum of each distinct expression times the number of its blocks."""
         times: Counter[Any] = Counter()
         for block in (each for each in blocks if each.nbytes or not each.below):
             value = value_of(*block.value)
@@ -78,16 +78,16 @@ def _memory(program: Program, lowered: Program, final: Program) -> dict[str, Any
 
     every = (node for node in final.graph.nodes if node.op != "output")
     if any(value_of(node, i) is None for node in every for i in range(len(final.types(node)))):
-        final = lowered  # a value of the final program is padded or cut short, where cuts are uneven
+        final = lowered  # cuts are uneven: a value of the final program is padded or cut short
     ledger = max(ledgers_of(final), key=lambda each: memory_on(final, each)["peak"])
     return memory_on(program, ledger, count)
 
 
 def _workspace(program: Program, node: fx.Node, block: Block) -> Any:
-    """What a call holds while it runs, as an expression; as at this point where sizes of tiles are compared."""
+    """The workspace of a call as an expression, or as a number at this point if it takes a comparison of tile sizes."""
     try:
         return workspace(program, node)
-    except TypeError:  # sympy's for a comparison of expressions
+    except TypeError:  # sympy cannot compare the expressions
         return block.nbytes
 
 

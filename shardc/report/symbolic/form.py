@@ -61,7 +61,7 @@ class Form:
         return sum((term.exact(point) for term in self.terms), start=Fraction(self.offset))
 
     def at(self, point: Point) -> int:
-        """The value, cut to a whole number where the sizes of a point do not divide as they must."""
+        """The value, cut to a whole number if the sizes of a point do not divide as they must."""
         return int(self.exact(point))
 
     def expression(self, symbols: Mapping[str, Any]) -> Any:
@@ -147,7 +147,7 @@ class Widening:
         yield from self._sloped(form, values)
 
     def _scaled(self, form: Form, factors: Factors, first: int) -> Iterator[Form]:
-        """A product of axes times the terms, or times the terms and the offset; of a fixed number times a part."""
+        """A product of axes times the terms, or times terms and offset; or times a part of a number without terms."""
         unit = math.prod((Fraction(self.base[name]) ** -power for name, _, power in factors), start=Fraction(1))
         scaled = tuple(Term(each.coefficient * unit, each.factors + factors) for each in form.terms)
         if scaled:
@@ -161,7 +161,7 @@ class Widening:
                 yield Form((Term((form.offset - fixed) * unit, factors),), int(fixed))
 
     def _sloped(self, form: Form, values: Sequence[int]) -> Iterator[Form]:
-        """The form and a multiple of each axis: the slope from the base to a point where only this axis is another."""
+        """The form plus a multiple of each axis: the slope from the base to a point where only this axis differs."""
         slopes: dict[str, Fraction] = {}
         for point, value in zip(self.points, values, strict=True):
             moved = [name for name, size in self.base.items() if point[name] != size]
@@ -174,7 +174,7 @@ class Widening:
 
 
 Number = Any  # an int; a sympy.Expr where sizes have names
-NumberKey = tuple[str, ...]  # a node's module, phase and op, which of these it is in that module; which of its numbers
+NumberKey = tuple[str, ...]  # a node's module, phase, op, and index among such nodes; the number's index in it
 
 
 def numbers(program: Program) -> list[tuple[NumberKey, int]]:
@@ -199,7 +199,7 @@ def with_numbers(program: Program, mesh: Mesh, new: Sequence[Number]) -> Program
 
 
 class _Rewrite:
-    """A copy of a program in which ``visit``, given a number and its key, returns the number in its place."""
+    """Copies a program and replaces each number by ``visit(key, number)``."""
 
     def __init__(self, program: Program, mesh: Mesh, visit: Callable[[NumberKey, int], Number]) -> None:
         assert program.mesh is not None
@@ -232,7 +232,7 @@ class _Rewrite:
         return self.visit((*self.key, str(self.slot)), number)
 
     def _keyed(self) -> Iterator[tuple[NumberKey, fx.Node]]:
-        """Each node with its module, phase and op, and which of these in that module it is."""
+        """Each node with its key: its module, phase and op, and its index among the nodes with these."""
         program, count = self.program, dict[NumberKey, int]()
         inputs = {node: (put.kind, put.name) for put, node in zip(program.inputs, program.placeholders, strict=True)}
         for node in program.graph.nodes:
@@ -280,9 +280,9 @@ class _Rewrite:
 
 
 def outline(program: Program) -> list[str]:
-    """The program without its numbers, a line a node: two programs of one outline have one plan.
+    """The program without its numbers, a line for each node: programs with equal outlines have the same plan.
 
-    Values are counted in the order of the program, since their own numbers skip those of values that passes dropped.
+    Values are renumbered in the order of the program, since their own numbers have gaps where passes dropped values.
     """
     counts, names = Counter[str](), dict[str, str]()
     for node in program.graph.nodes:
@@ -293,7 +293,7 @@ def outline(program: Program) -> list[str]:
 
 
 def first_difference(ours: Sequence[str], theirs: Sequence[str]) -> str:
-    """The first lines of two outlines that differ; nothing where they are equal."""
+    """The first lines of two outlines that differ, in words; empty if they are equal."""
     pairs = zip([*ours, ""], [*theirs, ""], strict=False)
     mine, other = next(((mine, other) for mine, other in pairs if mine != other), ("", ""))
     if mine == other:

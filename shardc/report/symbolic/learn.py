@@ -28,20 +28,20 @@ from shardc.report.symbolic.symbolic_program import SymbolicProgram
 Compile = Callable[[Point], Compiled]
 Levels = Mapping[str, Program]
 LEVELS = ("capture", "cut_saved")  # as captured; as lowered, before collectives go in buckets
-FEW = 2  # repeated modules of the programs that are compiled at many points
-# Primes, so that a product tells its factors; no dim grows as another does, and one more.
+FEW = 2  # number of repeated modules in programs that are compiled at many points
+# Primes, so that a product reveals its factors. No dim grows as another does. Later rows are spares.
 MULTIPLES = ((2, 3, 5, 7, 11, 13), (7, 5, 3, 2, 13, 11), (3, 2, 7, 5, 17, 19), (5, 11, 2, 3, 7, 17))
 
-Place = tuple[int, NumberKey | None, int]  # which of the points, a key or any, and the number's value there
+Place = tuple[int, NumberKey | None, int]  # the index of a point, a key or any, and the number's value there
 
 
 @dataclass(frozen=True)
 class Learned:
-    """A plan as a few compiles show it.
+    """A plan that was learned from a few compiles.
 
-    ``symbolic`` by level: the captured and the lowered program, both at the first of ``points``. ``outlines``: theirs.
-    ``keyed``: the key of each number of the lowered program, and its values at the points. ``repeated``: the path of a
-    list of modules that are alike.
+    ``symbolic``: by level, the captured and the lowered program, both at the first of ``points``. ``outlines``: by
+    level, their outlines. ``keyed``: the key of each number of the lowered program, and its values at the points.
+    ``repeated``: the path of a list of modules that are alike.
     """
 
     points: Sequence[Point]
@@ -63,8 +63,8 @@ class Learned:
     def form(self, i: int, key: NumberKey, size: int) -> Form:
         """The form of a number of a program with more modules, whose value is ``size`` at the point ``i``.
 
-        It is that of the same number of one of the few modules; else that of any number with this value. A number that
-        no place has, such as a seed, is constant. Raises a ShardingError where there are several.
+        It is the form of the same number in one of the few modules, or else of any number with this value. A number
+        that is at no place, such as a seed, is constant. Raises a ShardingError if there are several forms.
         """
         forms: set[Form] = set()
         for place in self._places_of(key):
@@ -89,7 +89,7 @@ class Learned:
         return forms
 
     def _places_of(self, key: NumberKey) -> tuple[NumberKey | None, ...]:
-        """Where to look for a number: at its key in any repeated module, in any list of modules, or anywhere."""
+        """The keys at which to look for a number: its own in any repeated module, or in any list; None for any key."""
         repeated = re.compile(rf"^{re.escape(self.repeated)}\.\d+(?=\.|$)")
         same = tuple(repeated.sub(f"{self.repeated}.*", part) for part in key) if self.repeated else key
         return same, tuple(re.sub(r"\.\d+(?=\.|$)", ".*", part, count=1) for part in key), None
@@ -97,7 +97,8 @@ class Learned:
     def on_meshes(self, compile_: Compile, points: Iterable[Point]) -> Learned:
         """Extend the forms to meshes of other sizes, by compiles at those of the points that have this plan.
 
-        Unchanged where the forms already hold at the first of them, and where too few points have the plan.
+        Nothing changes if the forms already hold at the first of these points, if too few points have the plan, or if a
+        number has no wider form.
         """
         moving, known = self.lowered.moving_axes, list[tuple[Point, Levels]]()
         for point in points:
@@ -128,7 +129,7 @@ class Learned:
 
 
 def learn(compile_: Compile, reference: Point, axes: Sequence[str], layers: str = "", repeated: str = "") -> Learned:
-    """Learn from three compiles: at the reference, and where each dim is another multiple of what it is there.
+    """Learn from three compiles: at the reference, and at two points where dims are different multiples of their sizes.
 
     ``layers``: the symbol that counts the modules of the list ``repeated``; it stays as it is. Raises a ShardingError
     for a number without a form.
@@ -163,7 +164,7 @@ def _fitted(fitter: Fitter, key: NumberKey, values: tuple[int, ...]) -> Form:
 
 
 def compiled_at(compile_: Compile, point: Point) -> Levels | Exception:
-    """The programs at a point, or the error of a model that does not take these sizes, of whatever type it is."""
+    """The programs at a point, or the error, of any type, if the model does not take these sizes."""
     try:
         return levels_of(compile_(point))
     except Exception as error:
@@ -192,7 +193,7 @@ def _points_of_one_plan(compile_: Compile, reference: Point, dims: Sequence[str]
         problem = difference or problem
         sizes = [[at[name] for name in dims] for at in (*points, point)]
         moves = zip(*([b - a for a, b in zip(sizes[0], other, strict=True)] for other in sizes[1:]), strict=True)
-        # A number could be a form of either of two dims if at three points one were a line of the other.
+        # If one dim were linear in another at the three points, a number could be a form of either.
         are_apart = len(points) < 2 or all(a[0] * b[1] != a[1] * b[0] for a, b in combinations(moves, 2))
         if not difference and are_apart:
             points.append(point)

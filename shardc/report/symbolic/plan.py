@@ -56,7 +56,7 @@ def symbolic_plan(
     """The plan at ``reference``, a size for each symbol, and the region where it holds.
 
     ``compile_`` compiles at a point; ``axes`` are the symbols that are axes of the mesh. ``repeated``: the symbol that
-    counts modules. Raises a ShardingError where sizes have no form.
+    counts modules. Raises a ShardingError if sizes have no form.
     """
     compile_ = _remembering(compile_, progress)
     if repeated:
@@ -103,12 +103,12 @@ class SymbolicPlan:
         if self.repeated is None:
             return here
         name = self.repeated.symbol
-        last = self.reference[name] if self.reference[name] > FEW + 1 else FEW + 2  # which is compared with a compile
+        last = self.reference[name] if self.reference[name] > FEW + 1 else FEW + 2  # checked by another compile
         several = [(count, self._expressed({**self.reference, name: count})) for count in (FEW, FEW + 1, last)]
         return along(name, several, here)
 
     def at(self, point: Point) -> StepCost:
-        """The cost of a step at a point: a size for each symbol whose size is not that of the reference.
+        """The cost of a step at a point, which has the sizes that differ from those of the reference.
 
         Raises a ShardingError for a point where the plan is not known to hold.
         """
@@ -122,7 +122,7 @@ class SymbolicPlan:
         return self.substituted(whole)
 
     def why_not(self, point: Point) -> str:
-        """Why the plan is not known to be that of a point, which has all symbols; nothing where it is."""
+        """The reason why the plan is not known to hold at a point, which has all symbols; empty if it holds."""
         outside, key = self.region.why_not(point), tuple(sorted(point.items()))
         if not outside and key not in self._reasons:
             self._reasons[key] = self._other_branch(point) or self._other_plan(point)
@@ -152,8 +152,8 @@ class SymbolicPlan:
         return fullest(self.here) if has_stages(self.here) else None
 
     def is_same(self, point: Point) -> bool:
-        """Whether a fresh compile at a point has this plan, and its cost."""
-        logging.disable(logging.ERROR)  # torch's own, of tensors that no machine could address
+        """Whether a fresh compile at a point has this plan and this cost."""
+        logging.disable(logging.ERROR)  # torch logs tensors that no machine could address
         try:
             fresh = self.compile(point)
             return not self.learned.differs(levels_of(fresh)) and (
@@ -165,7 +165,7 @@ class SymbolicPlan:
             logging.disable(logging.NOTSET)
 
     def _other_branch(self, point: Point) -> str:
-        """Where the model's own Python takes another branch at these sizes; the mesh is unknown to it."""
+        """The difference if the model's Python takes another branch at these sizes. The model knows no mesh."""
         few = {**point, **{axis: self.reference[axis] for axis in self.axes}}
         if self.repeated is not None:
             few[self.repeated.symbol] = FEW
@@ -181,9 +181,9 @@ class SymbolicPlan:
         return "" if self.learned.captured.agrees(few, captured) else "the model has other numbers there"
 
     def _other_plan(self, point: Point) -> str:
-        """Where the passes choose another plan of a few modules, or microbatches of a pipeline go in another order.
+        """The difference if the passes choose another plan for a few modules, as costs or equal sizes may make them do.
 
-        Costs have another order there, or sizes are equal; or another rank is the fullest.
+        For a pipeline, also if microbatches go in another order or another rank is the fullest.
         """
         few = run_passes(self.learned.captured.at(point), until=cut_saved)
         difference = first_difference(self.learned.outlines["cut_saved"], outline(few))
@@ -201,7 +201,7 @@ class SymbolicPlan:
         return expressed_cost(symbolic, lowered, run_passes(lowered, after=cut_saved))
 
     def _lowered(self, point: Point) -> SymbolicProgram:
-        """The lowered program with as many repeated modules as the point has; one compile for each such number."""
+        """The lowered program with as many repeated modules as the point has, made once for each such number."""
         few = self.learned.lowered
         if self.repeated is None or point[self.repeated.symbol] == few.point[self.repeated.symbol]:
             return few
@@ -211,7 +211,7 @@ class SymbolicPlan:
         return self._longer[count]
 
     def _with_modules(self, symbol: str, count: int) -> SymbolicProgram:
-        """A program compiled where the fewest sizes are equal: at the first multiple, if that tells them apart."""
+        """The program with ``count`` modules, from the first compile that tells its sizes apart, the reference last."""
         for i, other in ((1, 2), (2, 1), (0, 1)):
             point = {**self.learned.points[i], symbol: count}
             program = levels_of(self.compile(point))["cut_saved"]
@@ -222,13 +222,13 @@ class SymbolicPlan:
                     raise
                 continue
             symbolic = SymbolicProgram(program, forms, point, self.axes)
-            if count != FEW + 1:  # what goes for fewer and for more goes for it
+            if count != FEW + 1:  # what holds for fewer and for more holds for it
                 self._check(symbolic, {**self.learned.points[other], symbol: count})
             return symbolic
         raise AssertionError("the last one returns or raises")
 
     def _check(self, symbolic: SymbolicProgram, point: Point) -> None:
-        """Raise a ShardingError unless a program with more modules is the one of a compile at another point."""
+        """Raise a ShardingError unless a program with more modules agrees with a compile at another point."""
         program = levels_of(self.compile(point))["cut_saved"]
         if not symbolic.agrees(point, program) or outline(program) != outline(symbolic.reference):
             problem = f"some of its sizes or choices go by how many modules there are, not as those of {FEW}"
@@ -242,7 +242,7 @@ def _order(program: Program) -> list[list[Action]]:
 
 
 POWERS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
-ROOM = 6  # letters that a product of sent bytes may have more than a sum, for (n - 1)/n
+ROOM = 6  # letters by which a product of sent bytes may exceed a sum, for (n - 1)/n
 PLACED = ("gathered", "peak")  # classes of memory that are counted at one place of the program
 SHOWN = ("phase", "kind", "values", "bytes", "wire_bytes")
 PLACE = "where most lives at these sizes"
@@ -310,7 +310,7 @@ def region_text(plan: SymbolicPlan) -> str:
 
 
 def expression_text(expression: Any, room: int = 0) -> str:
-    """``16·B·L·T·d·(tp - 1)/(dp·tp)``: as a product where that is longer than a sum by no more than ``room``."""
+    """``16·B·L·T·d·(tp - 1)/(dp·tp)``: as a product if that is longer than a sum by no more than ``room``."""
     import sympy
 
     ceiled = sympy.sympify(expression).replace(sympy.floor, lambda inside: -sympy.ceiling(-inside, evaluate=False))

@@ -1,4 +1,4 @@
-"""The region of sizes and meshes in which a plan holds: ranges and conditions, tried at its ends."""
+"""The region of sizes and meshes in which a plan holds: ranges and conditions, checked by compiles at its ends."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from shardc.report.symbolic.symbolic_program import (
 
 IsSame = Callable[[Point], bool]
 RANKS = 65536
-GROWTH = 64  # times as large as at the reference, and a 16th of it, are dims by default
+GROWTH = 64  # dims go from a 16th of their size at the reference to 64 times that size by default
 SHRINK = 16
-MODULES = 1024  # of a list of them
+MODULES = 1024  # most modules of a list
 HALVINGS = 3
 
 
@@ -30,8 +30,9 @@ HALVINGS = 3
 class Region:
     """``low`` and ``high`` of each symbol, both included, and the conditions that hold between symbols.
 
-    ``cuts``: which sizes divide which. ``lengths``: which chunks are long enough for the rows that neighbours take.
-    ``probes``: points that were compiled. ``count``: the symbol that counts modules, if there is one.
+    ``cuts``: conditions that one size divides another, or does not. ``lengths``: conditions that chunks are long enough
+    for the rows that neighbours take. ``probes``: points that were compiled. ``count``: the symbol that counts modules,
+    if there is one.
     """
 
     reference: Point
@@ -44,7 +45,7 @@ class Region:
     count: str = ""
 
     def why_not(self, point: Point) -> str:
-        """The reason why a point is outside; nothing where it is inside."""
+        """The reason why a point is outside; empty if it is inside."""
         for name, size in point.items():
             low, high = self.low[name], self.high[name]
             if not low <= size <= high:
@@ -63,9 +64,9 @@ class Region:
 
 
 def widest(learned: Learned, count: str) -> Region:
-    """The region that is tried first: numbers are whole, cuts as even as in the plan.
+    """The region to try first: numbers are whole, and cuts are even where the plan's are.
 
-    Meshes have up to as many ranks as there are, and batches are as large as those need.
+    Meshes have up to ``RANKS`` ranks, and dims are as large as the meshes need.
     """
     symbolic, exchanges = learned.lowered, list(exchange_conditions(learned.lowered))
     cuts = [each for program in learned.symbolic.values() for each in program.whole_numbers()]
@@ -83,7 +84,7 @@ def _ranges(symbolic: SymbolicProgram, count: str, cuts: Sequence[CutCondition])
     reference, axes, moving = symbolic.point, symbolic.axes, symbolic.moving_axes
     fixed_cuts = [cut for cut in cuts if cut.is_even and not names_in(cut.size)]
     limits = {axis: reference[axis] for axis in axes}
-    for axis in moving:  # an axis has no more ranks than dims without a symbol can be cut for evenly
+    for axis in moving:  # an axis has no more ranks than dims without a symbol can be cut into evenly
         sizes = [int(cut.size) for cut in fixed_cuts if axis in names_in(cut.shards)]
         limits[axis] = math.gcd(*sizes) if sizes else RANKS
     low, high, conditions = {count: FEW}, {count: MODULES}, independent(cuts)
@@ -98,7 +99,7 @@ def _ranges(symbolic: SymbolicProgram, count: str, cuts: Sequence[CutCondition])
 
 
 def other_meshes(symbolic: SymbolicProgram) -> Iterator[Point]:
-    """Points of other meshes, with dims as much larger as their cuts need: all axes larger, each alone, all again."""
+    """Points of other meshes: all axes twice as large, each alone, all 4 and 3 times. Dims grow as their cuts need."""
     moving = symbolic.moving_axes
     alone = [([axis], 2) for axis in moving] if len(moving) > 1 else []
     for names, factor in ((moving, 2), *alone, (moving, 4), (moving, 3)) if moving else ():
@@ -113,8 +114,8 @@ def other_meshes(symbolic: SymbolicProgram) -> Iterator[Point]:
 def probed(region: Region, is_same: IsSame) -> Region:
     """The region made so small that the plan is the same at its ends; ``is_same`` compiles at a point and compares.
 
-    Ends: all dims as large as can be, all as small; all axes likewise, with the dims that they cut as much larger.
-    Where the plan is another there, each symbol alone, and all within what these leave.
+    The ends: all dims at their largest, then at their smallest; all axes likewise, and the dims that they cut grow as
+    much. If the plan differs at an end, the region is narrowed for each symbol alone, then for all of them together.
     """
     dims = [name for name in region.low if name not in (*region.axes, region.count)]
     for names in (dims, list(region.axes)):
@@ -129,9 +130,9 @@ def probed(region: Region, is_same: IsSame) -> Region:
 
 
 def _narrowed(region: Region, names: Sequence[str], is_high: bool, is_same: IsSame, halvings: int) -> Region | None:
-    """The region with one end of some symbols as far as the plan is found to hold; None where it never does.
+    """The region with one end of some symbols as far as the plan is found to hold; None if it never does.
 
-    Dims go no further than a point that was compiled: between two points where a size has one form it has that form.
+    Dims go no further than a point that was compiled: a size that has one form at two points has it in between.
     """
     for i in range(halvings):
         end = region.high if is_high else region.low
@@ -151,7 +152,7 @@ def _narrowed(region: Region, names: Sequence[str], is_high: bool, is_same: IsSa
 
 
 def _fixed(region: Region, names: Sequence[str], is_high: bool) -> Region:
-    """The region in which some symbols go no further than they are at the reference."""
+    """The region in which some symbols go no further than their sizes at the reference."""
     end = region.high if is_high else region.low
     return _with_end(region, {**end, **{name: region.reference[name] for name in names}}, is_high)
 
@@ -161,7 +162,7 @@ def _with_end(region: Region, end: Mapping[str, int], is_high: bool) -> Region:
 
 
 def _steps(size: int, bound: int) -> Iterator[int]:
-    """Sizes from a bound to ``size``, each a multiple or a part of it by small primes."""
+    """Sizes from ``bound`` to ``size``, each a multiple or a divisor of ``size`` by factors 2 and 3."""
     ratios = sorted({2**i * 3**j for i in range(17) for j in range(3)}, reverse=True)
     for ratio in ratios:
         if bound >= size * ratio:
@@ -171,9 +172,9 @@ def _steps(size: int, bound: int) -> Iterator[int]:
 
 
 def _with_size(region: Region, point: Point, name: str, size: int) -> Point | None:
-    """The point inside the region with another size of a symbol, and the dims that it cuts as much larger.
+    """The point inside the region with another size of a symbol; the dims that it cuts grow as much.
 
-    Dims become multiples of what cuts them. None where there is no such point.
+    Dims become multiples of the axes that cut them. None if there is no such point.
     """
     sizes = {**point, name: size}
     for cut in region.cuts:

@@ -40,14 +40,14 @@ class SymbolicProgram:
 
     @property
     def moving_axes(self) -> list[str]:
-        """The axes that may have other sizes: those of more than one rank, but for a pipeline's and those in parts."""
+        """The axes that may have other sizes: all with more than one rank, except a pipeline's and those in parts."""
         pipeline = self.reference.options.pipeline
         fixed = {pipeline.axis if pipeline else None, *self._axes_in_parts}
         return [name for name in self.axes if name not in fixed and self.point[name] > 1]
 
     @cached_property
     def _axes_in_parts(self) -> set[str]:
-        """The axes of which a part cuts some value, as where some of its ranks share heads: other sizes have others."""
+        """The axes of which only a part cuts some value, as when ranks share heads; other sizes have other parts."""
         mesh, nodes = self.reference.mesh, self.reference.graph.nodes
         assert mesh is not None
         shardings = {each for node in nodes if node.op != "output" for each in self.reference.shardings(node) if each}
@@ -69,7 +69,7 @@ class SymbolicProgram:
 
     @cached_property
     def cuts(self) -> tuple[CutCondition, ...]:
-        """The cuts of all values, and of parameters as they are computed on; a dim that is not cut is cut by 1."""
+        """The cuts of all values, and of parameters as computed on; an uncut dim that may be fractional is cut by 1."""
         is_even = functools.cache(lambda size, shards: value(size, self.point) % value(shards, self.point) == 0)
         conditions: dict[CutCondition, None] = {}
         program = self._in_symbols
@@ -88,7 +88,7 @@ class SymbolicProgram:
         return tuple(conditions)
 
     def whole_numbers(self) -> Iterator[CutCondition]:
-        """The conditions that every number is a whole one: half of a size needs an even size."""
+        """The conditions for every number to be whole: half of a size needs an even size."""
         import sympy
 
         symbols = symbols_of(self.point)
@@ -110,7 +110,7 @@ class SymbolicProgram:
         return with_numbers(self.reference, self._mesh(symbols), list(map(express, self.forms)))
 
     def _mesh(self, sizes: Mapping[str, Any]) -> Mesh:
-        """The program's mesh with other sizes, which may be symbols; of a pipeline the mesh of one stage."""
+        """The program's mesh with other sizes, which may be symbols; for a pipeline, the mesh of one stage."""
         old, mesh = self.reference.mesh, Mesh.__new__(Mesh)
         assert old is not None
         fixed = {MICROBATCH, old.stage_axis, *self._axes_in_parts}
@@ -125,7 +125,7 @@ def mesh_at(axes: Sequence[str], point: Point) -> Mesh:
 
 
 def _even_pieces(cuts: Iterable[CutCondition]) -> dict[Any, Any]:
-    """For each even cut the expression that rounds its pieces, and the piece itself."""
+    """The piece of each even cut without rounding, by the expression that rounds it."""
     import sympy
 
     pieces = [-sympy.sympify(cut.size) / cut.shards for cut in cuts if cut.is_even]
@@ -154,7 +154,7 @@ def _localized(program: Program, pieces: Mapping[Any, Any]) -> Program:
 
 
 def count_rows(values: tuple[Any, ...]) -> tuple[Any, Any]:
-    """The rows that the busiest rank gives and takes in an exchange, of windows in numbers or in expressions.
+    """The rows that the busiest rank gives and takes in an exchange, for windows in numbers or in expressions.
 
     Asserts that windows in expressions have a row count: ``exchange_conditions`` raises for those that have none.
     """
@@ -168,8 +168,8 @@ def count_rows(values: tuple[Any, ...]) -> tuple[Any, Any]:
 def exchange_conditions(symbolic: SymbolicProgram) -> Iterator[Condition]:
     """The conditions under which neighbours exchange as many rows as their expressions say.
 
-    Raises a ShardingError for an exchange that has none: chunks of several lengths, windows that move against them,
-    rings of attention of which a mask hides rows.
+    Raises a ShardingError for an exchange without such conditions: chunks of several lengths, windows that move against
+    their chunks, or rings of attention in which a mask hides rows.
     """
     for node, here in zip(symbolic.expressed.graph.nodes, symbolic.reference.graph.nodes, strict=True):
         ring = ring_of(here)
@@ -187,13 +187,13 @@ def exchange_conditions(symbolic: SymbolicProgram) -> Iterator[Condition]:
 
 
 def _conditions(window: Windows, here: Windows, point: Point) -> list[Condition] | None:
-    """The conditions of windows, given in expressions and in numbers at a point; None where they have no row count."""
+    """The conditions of windows, given in expressions and in numbers at a point; None if they have no row count."""
     import sympy
 
     step = abs(here.stride)
     if all(isinstance(number, int) for number in window.values):  # as on a mesh that is fixed
         return []
-    if window == Windows(window.count, window.length, window.length, 0):  # chunks as they are
+    if window == Windows(window.count, window.length, window.length, 0):  # the windows are the chunks
         return []
     left_over = sympy.expand(window.length - step * window.total)
     is_aligned = here.length % here.count == 0 and here.chunk * step * here.count == here.length
@@ -212,9 +212,9 @@ def _conditions(window: Windows, here: Windows, point: Point) -> list[Condition]
 
 
 def _rows(window: Windows) -> Any | None:
-    """Rows that the busiest rank gives to others; None where windows start at no fixed distance from their chunks.
+    """The rows that the busiest rank gives to others; None if windows start at no fixed distance from their chunks.
 
-    An end rank has one neighbour alone, so that of two ranks none gives to both sides.
+    An end rank has only one neighbour, so neither of two ranks gives to both sides.
     """
     import sympy
 
@@ -232,9 +232,9 @@ def _rows(window: Windows) -> Any | None:
 
 
 def _margins(window: Windows) -> tuple[int, int] | None:
-    """Elements before a chunk and behind it that its window has; None where these are no fixed numbers.
+    """The elements of a window before and behind its chunk; None if these are no fixed numbers.
 
-    Around the ends of a dim they are counted on the side where they are fewer.
+    If windows go around the ends of a dim, only the elements on the side with fewer are counted.
     """
     import sympy
 
@@ -279,7 +279,7 @@ def names_in(expression: object) -> set[str]:
 
 
 def value(expression: Any, point: Point) -> Any:
-    """An expression's value where its symbols are numbers: exact, an int where it is whole."""
+    """The exact value of an expression at a point: an int if it is whole."""
     import sympy
 
     symbols = getattr(expression, "free_symbols", ())
@@ -289,18 +289,18 @@ def value(expression: Any, point: Point) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class CutCondition:
-    """The size of a dim, cut in ``shards`` pieces, is or is not a multiple of them; both are expressions."""
+    """The condition that the size of a dim is, or is not, a multiple of its ``shards``; both are expressions."""
 
     size: Any
     shards: Any
     is_even: bool
 
     def holds(self, point: Point) -> bool:
-        """Whether it is so at a point."""
+        """Whether the condition holds at a point."""
         return (value(self.size, point) % value(self.shards, point) == 0) == self.is_even
 
     def missing_factor(self, point: Point) -> int:
-        """How many times as large the size must be at a point to be cut evenly."""
+        """The smallest factor that makes the size at a point one that is cut evenly."""
         import sympy
 
         return int(sympy.Rational(value(self.size, point), value(self.shards, point)).q)
@@ -315,14 +315,14 @@ class CutCondition:
 
 @dataclass(frozen=True, slots=True)
 class LengthCondition:
-    """Each of ``shards`` chunks of a dim has at least the ``rows`` elements that its neighbours take of it."""
+    """The condition that each of ``shards`` chunks of a dim has the ``rows`` elements that its neighbours take."""
 
     size: Any
     shards: Any
     rows: int
 
     def holds(self, point: Point) -> bool:
-        """Whether it is so at a point."""
+        """Whether the condition holds at a point."""
         return bool(value(self.size, point) >= self.rows * value(self.shards, point))
 
     def text(self) -> str:
@@ -357,7 +357,7 @@ def independent(cuts: Sequence[CutCondition]) -> list[CutCondition]:
 
 
 def _without_multiples(cut: CutCondition) -> CutCondition:
-    """An even cut of a sum without the summands that are multiples: of ``H + 2*n`` by ``n`` that of ``H``."""
+    """An even cut of a sum without the summands that are multiples: ``H + 2*n`` by ``n`` becomes ``H`` by ``n``."""
     from sympy import Add, expand, fraction, sympify, together
 
     if not cut.is_even or not names_in(cut.size):
@@ -368,7 +368,7 @@ def _without_multiples(cut: CutCondition) -> CutCondition:
 
 
 def _joined_numbers(cuts: Sequence[CutCondition]) -> list[CutCondition]:
-    """The conditions; those of sizes that are numbers, cut by the same axes, as one of their common divisor."""
+    """The conditions; all constant sizes that are cut by the same axes are joined into their common divisor."""
     divisors: dict[Any, int] = {}
     for cut in cuts:
         if cut.is_even and not names_in(cut.size):

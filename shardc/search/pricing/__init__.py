@@ -1,1 +1,1 @@
-"""What plans cost: by a few blocks of the model, and of the whole model."""
+"""Costs of plans: estimated from a few blocks of the model, and computed for the whole model."""

@@ -1,4 +1,4 @@
-"""Compiling many plans of one model: what they share is computed once."""
+"""Compiling many plans of one model; the steps that they share run once."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from shardc.passes.reshard.insert_reshards import insert_reshards
 from shardc.program.node import arguments, is_annotation, operand
 from shardc.program.program import Program
 
-AGREED: Pass = insert_reshards  # up to here no pass reads an option but the pipeline
-NUM_KEPT = 4  # agreed programs
+AGREED: Pass = insert_reshards  # no pass up to this one reads an option other than the pipeline
+NUM_KEPT = 4  # agreed programs in the cache
 DEFAULT = Options()
-REFUSALS = (ShardingError, CaptureError, NotImplementedError, InternalError)  # such a plan is left out
+REFUSALS = (ShardingError, CaptureError, NotImplementedError, InternalError)  # errors for which a plan is left out
 
 
 @dataclass(eq=False)
 class PlanCompiler:
-    """Compiles a model for meshes, annotations and options, none of them with a pipeline.
+    """Compiles a model for meshes, annotations and options without a pipeline.
 
-    State: ``_captured``, the captured program and the one before annotations are read, by precision and the modules
-    that are annotated, whose specs are set afterwards; ``_agreed``, the latest programs after ``insert_reshards``,
-    which plans with other options share.
+    State: ``_captured``, the captured program and the program before annotations are read, by precision and annotated
+    modules, whose specs are set later; ``_agreed``, the latest programs after ``insert_reshards``, which plans with
+    other options share.
     """
 
     model: nn.Module
@@ -44,7 +44,7 @@ class PlanCompiler:
 
     @cached_property
     def can_capture(self) -> bool:
-        """Whether the model runs; one that lacks some of its blocks may fail in any way."""
+        """Whether the model can be captured; a model without some of its blocks may raise any error."""
         try:
             self.annotated(Mesh(axis=1), {}, UNANNOTATED)
         except Exception:
@@ -57,7 +57,7 @@ class PlanCompiler:
         return run_passes(replace(agreed, options=options), after=AGREED, until=until, is_verified=False)
 
     def cuts(self, mesh: Mesh, annotations: Mapping[str, P]) -> object:
-        """How every value is cut, reshards included: equal for annotations that make the same program.
+        """The shardings of all values, reshards included: equal for annotations that make the same program.
 
         None for annotations that cannot be compiled.
         """
@@ -69,7 +69,7 @@ class PlanCompiler:
         return [(node.target, program.shardings(node)) for node in nodes]
 
     def annotated(self, mesh: Mesh, annotations: Mapping[str, P], until: Pass, options: Options = DEFAULT) -> Program:
-        """The program after a pass before ``insert_reshards``."""
+        """The program after the pass ``until``, which is ``insert_reshards`` or an earlier one."""
         request = Request(mesh, annotations, self.args, self.kwargs, options=options)
         matched = match_annotations(self.model, request)
         key = tuple((path, each.pattern) for path, each in matched.modules.items()), options.precision
@@ -93,7 +93,7 @@ class PlanCompiler:
 
 
 def _with_modules(program: Program, matches: Iterable[Match]) -> Program:
-    """The program with these annotations of modules, which were captured with others."""
+    """The program with these annotations of modules in place of those that it was captured with."""
     by_pattern = {match.pattern: match for match in matches}
     if not by_pattern:
         return program

@@ -1,4 +1,4 @@
-"""The price of a plan: seconds of a step and bytes on a rank, of the program that the compiler makes of it."""
+"""The price of a plan: seconds of a step and bytes on a rank, computed from its compiled program."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from shardc.wire import Wire
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What a step costs on one rank.
+    """The cost of a step on one rank.
 
-    Seconds: of ``computing``, the optimizer's included, and ``exposed``, in which the rank waits for others. Bytes
-    by class as ``memory_of`` has them. ``wire_bytes``: sent. ``flops``: operations.
+    ``computing``: seconds of computation, the optimizer's included. ``exposed``: seconds in which the rank waits for
+    others. ``wire_bytes``: bytes sent. ``flops``: operations. The other fields are the bytes by class of ``memory_of``.
     """
 
     computing: float
@@ -56,8 +56,8 @@ class Price:
     def further(self, before: Price, count: int) -> Price:
         """The cost of ``count`` more blocks, if one more block raises the price from ``before`` to this one.
 
-        Parameters are gathered block by block, so that more blocks do not raise ``gathered``. If one more block makes
-        the waiting shorter, since it computes while others send, further blocks are not assumed to shorten it again.
+        Parameters are gathered block by block, so more blocks do not raise ``gathered``. If one more block shortens the
+        wait, since it computes while others send, further blocks are not assumed to shorten it again.
         """
         last = Price(*(getattr(self, each.name) - getattr(before, each.name) for each in fields(self)))
         all_of_them = Price(*(count * getattr(last, each.name) for each in fields(self)))
@@ -91,11 +91,14 @@ def _num_parameters(compiler: PlanCompiler) -> int:
 class Pricer:
     """Prices plans of a model by compiling them for one and for two of its repeated blocks.
 
-    One more block of a list costs what the second one does, so that the whole model's price is a sum: of what one block
-    costs, and of what each further block adds, for lists of one length together. A model of few blocks in several lists
-    is compiled whole. ``lists``: the names of blocks by a list's path; nothing where the model does not run with fewer
-    of them, or where patterns ``given`` by the user name others. ``few``: compiles one block of each list; ``longer``:
-    two of those of some lists; ``whole``: the model, where that is sooner. ``num_compiled`` counts.
+    Each further block of a list is assumed to cost what the second one adds. The price of the whole model is therefore
+    the price with one block of each list, plus what the further blocks add, for lists of equal length together. A model
+    of few blocks in several lists is compiled whole.
+
+    ``lists``: the names of blocks by the path of their list; empty if the model does not run with fewer blocks, or if
+    patterns ``given`` by the user name others. ``few``: the compiler for one block of each list. ``longer``: compilers
+    for two blocks of the lists of one length. ``whole``: the compiler for the whole model if that is faster, else None.
+    ``num_compiled``: the number of programs compiled.
     """
 
     model: nn.Module
@@ -122,7 +125,7 @@ class Pricer:
     def _of_one(self, lists: Mapping[str, Blocks]) -> tuple[Mapping[str, Blocks], PlanCompiler]:
         """The lists, and a compiler for the model with one block of each list.
 
-        No lists, and a compiler for the whole model, if the smaller model cannot run or lacks what the user annotates.
+        No lists, and a compiler for the whole model, if the smaller model cannot run or lacks an annotated value.
         """
         few = self._compiler(self._first(1, lists))
         return (lists, few) if not lists or (few.can_capture and self._has_all(few)) else ({}, self._compiler({}))
@@ -134,7 +137,7 @@ class Pricer:
 
     @property
     def blocks(self) -> str | None:
-        """A glob over the blocks of the model; None where it has no list of them."""
+        """A glob over the blocks of the model; None if it has no list of them."""
         return glob_of_blocks(self.lists or lists_of(self.model))
 
     def _first(self, count: int, lists: Mapping[str, Blocks]) -> dict[str, tuple[str, ...]]:
@@ -174,7 +177,7 @@ class Pricer:
         return self._prices[key]
 
     def _compiled_prices(self, compiler: PlanCompiler, plan: Plan, machines: Sequence[Machine]) -> tuple[Price, ...]:
-        if plan.overlap == AUTO:  # other programs for other links
+        if plan.overlap == AUTO:  # the program depends on the links
             return tuple(price_of(self._program(compiler, plan, machine)) for machine in machines)
         program = self._program(compiler, plan, machines[0])
         price = price_of(program)

@@ -1,4 +1,4 @@
-"""Plans compiled whole: their cost is that of the program which would run, not of a part of the model."""
+"""Plans compiled whole: their cost is that of the program that would run, not an estimate from a few blocks."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ from shardc.search.task import Progress, Task
 
 @dataclass(frozen=True, slots=True)
 class Copying:
-    """What a step copies between the device and the tier below.
+    """The copies of a step between the device and the tier below.
 
-    ``seconds``: of the copies, and ``waited``, in which a rank computes nothing because of them; of a pipeline None.
+    ``nbytes``: bytes copied. ``seconds``: the time of the copies. ``waited``: seconds in which a rank computes nothing
+    because of them. Both times are None with a pipeline.
     """
 
     nbytes: int
@@ -43,10 +44,10 @@ class Copying:
 class Cost:
     """The cost of a step of a plan.
 
-    ``seconds``: the predicted time of a step: ``computing``, with the optimizer, ``exposed``, in which a rank waits for
-    collectives and copies, and ``bubble``, in which the busiest rank of a pipeline is idle. ``memory``: bytes on a rank
-    by class. ``wire_bytes`` that one rank sends in ``num_collectives``; ``flops`` of one rank. ``copying``: None where
-    nothing is copied to the tier below. ``idle``: the axes over which nothing is cut.
+    ``seconds``: the predicted time of a step: the sum of ``computing``, with the optimizer, ``exposed``, while a rank
+    waits for collectives and copies, and ``bubble``, while the busiest rank of a pipeline is idle. ``memory``: bytes
+    on a rank by class. ``wire_bytes``: bytes that one rank sends in ``num_collectives``. ``flops``: operations of one
+    rank. ``copying``: None if nothing is copied to the tier below. ``idle``: the axes that cut nothing.
     """
 
     seconds: float
@@ -62,7 +63,7 @@ class Cost:
 
 
 def cost_of(program: Program) -> Cost:
-    """The cost of a program as it was compiled."""
+    """The cost of a step of a compiled program."""
     line, collectives = step_timeline(program), collectives_of(program)
     if has_stages(program):
         computing, bubble = _pipeline_seconds(program)
@@ -88,7 +89,7 @@ def _copying(program: Program) -> Copying | None:
 
 
 def _pipeline_seconds(program: Program) -> tuple[float, float]:
-    """Seconds for which the busiest rank of a pipeline computes, and for which it is idle in the schedule."""
+    """Seconds in which the busiest rank of a pipeline computes, and seconds in which the schedule leaves it idle."""
     record = StageRecord(program)
     of_stage = [
         sum(
@@ -106,7 +107,7 @@ def _pipeline_seconds(program: Program) -> tuple[float, float]:
 
 @dataclass(eq=False)
 class WholeCompiler:
-    """Compiles plans of a whole model. State: ``_known``, the latest by what a capture depends on."""
+    """Compiles plans of a whole model. State: ``_known``, the latest by annotations of modules and precision."""
 
     model: nn.Module
     args: Sequence[Any]
@@ -126,7 +127,7 @@ class WholeCompiler:
 
 @dataclass(eq=False)
 class WholePlans:
-    """Plans that were compiled whole, with their costs. State: ``tried``, with those that cannot be compiled."""
+    """Plans compiled whole. State: their ``costs``; ``tried``, which also has the plans that cannot be compiled."""
 
     compiler: WholeCompiler
     task: Task
@@ -135,7 +136,7 @@ class WholePlans:
     tried: set[Plan] = field(default_factory=set)
 
     def compile(self, plans: Iterable[Plan]) -> None:
-        """Compile further plans; those that are not allowed, or refused, are left out."""
+        """Compile further plans, and leave out those that the task forbids or the compiler refuses."""
         for plan in plans:
             if plan not in self.tried and self.task.permits(plan):
                 self.progress(f"compiling plan {len(self.tried) + 1} for the whole model: {plan.mesh}")
@@ -146,13 +147,13 @@ class WholePlans:
                     continue
 
     def found(self, plan: Plan) -> Found:
-        """A plan as the search has plans."""
+        """A compiled plan with its price, in the form that the search uses."""
         cost = self.costs[plan]
         exposed = cost.seconds - cost.computing  # with the bubble of a pipeline
         return Found(plan, Price(cost.computing, exposed, **cost.memory, wire_bytes=cost.wire_bytes, flops=cost.flops))
 
     def may_surpass(self, plan: Plan) -> bool:
-        """Whether a plan that saves less than this one, and so takes at least its time, may be better than the best."""
+        """Whether a variant that saves less than this plan, and so is no faster, may still beat the best plan."""
         best = self.ranked()[0]
         is_fast = self.costs[plan].seconds < self.costs[best].seconds
         return self.task.objective != "time" or is_fast or not self.fits(best)
@@ -162,10 +163,10 @@ class WholePlans:
         return self.costs[plan].memory["peak"] <= self.task.memory
 
     def ranked(self) -> list[Plan]:
-        """The plans, the best first, without those that are as another one but for an option that is of no use.
+        """The plans, the best first, without those that have a useless option.
 
-        Of plans that cost the same on axes of such sizes, as with two axes in another order, the shortest is kept, or
-        none if one of them is better with another ``overlap``.
+        Of plans with equal costs and equal sizes of axes, such as plans with two axes swapped, only the shortest is
+        kept; none is kept if one of them is better with another ``overlap``.
         """
         plans = [plan for plan in self.costs if not self._has_useless_option(plan)]
         kinds = {plan: (plan.shape, repr(replace(self.costs[plan], idle=()))) for plan in plans}

@@ -1,1 +1,1 @@
-"""The space of plans: what may be cut, on which meshes, and a plan as a user writes it."""
+"""The space of plans: the dims that may be cut, meshes, and a plan as a user writes it."""

@@ -18,7 +18,7 @@ from shardc.program.program import Program
 from shardc.search.pricing.compiling import PlanCompiler
 from shardc.search.space.names import parameter_globs
 
-AXIS = "axis"  # of the mesh of two ranks on which cuts are tried
+AXIS = "axis"  # the axis of the two-rank mesh on which cuts are tried
 MOST_SEEDS = 4
 
 
@@ -40,11 +40,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Dims that are cut together: to annotate any of the ``seeds`` brings the cut to all ``places``.
+    """Dims that are cut together: an annotation of any of the ``seeds`` cuts all ``places``.
 
-    ``size``: the elements of the smallest of these dims. ``kind``: ``samples``, what an input's first dim counts;
-    ``inputs``, other dims of inputs, such as positions; ``values``, a dim of a module's output between parameters;
-    ``parameters``.
+    ``size``: the size of the smallest of these dims. ``kind``: ``samples``, the first dim of an input; ``inputs``,
+    other dims of inputs, such as positions; ``values``, an inner dim of a module's output; or ``parameters``.
     """
 
     seeds: tuple[Place, ...]
@@ -56,7 +55,7 @@ class Decision:
         return str(self.seeds[0])
 
     def by_seed(self) -> Iterator[Decision]:
-        """The decision, which is annotated at its first seed, and for each other seed the one annotated there."""
+        """The decision, which is annotated at its first seed, and a copy for each other seed, annotated there."""
         yield self
         yield from (replace(self, seeds=(seed,)) for seed in self.seeds[1:])
 
@@ -71,7 +70,7 @@ class Tensors:
     pattern_of: Mapping[tuple[str, str], str]
 
     def places(self) -> Iterator[Place]:
-        """Every dim of two or more elements; of inputs first, of parameters from the last one on."""
+        """Every dim of two or more elements: of inputs, then of parameters from last to first, then of values."""
         for shapes in (self.inputs, dict(reversed([*self.parameters.items()])), self.values):
             for pattern, shape in shapes.items():
                 dims = range(1, len(shape) - 1) if pattern in self.values else range(len(shape))
@@ -79,9 +78,9 @@ class Tensors:
 
 
 def tensors_of(compiler: PlanCompiler, model: nn.Module, given: Iterable[str] = ()) -> Tensors:
-    """The tensors that ``compiler`` sees of a model, of which it may have few blocks.
+    """The tensors of a model that a plan may annotate, as in ``compiler``, which may have only a few of its blocks.
 
-    ``given``: patterns of the user's annotations; what they match is left out.
+    ``given``: patterns of the user's annotations; tensors that they match are left out.
     """
     program = compiler.annotated(_mesh(1), {}, PROPAGATED)
     patterns = parameter_globs(model)
@@ -103,7 +102,7 @@ def tensors_of(compiler: PlanCompiler, model: nn.Module, given: Iterable[str] = 
 
 
 def _values(compiler: PlanCompiler) -> dict[str, tuple[int, ...]]:
-    """The outputs of modules outside of all lists, of three dims or more: where positions may be cut between blocks."""
+    """The outputs, with three dims or more, of embeddings outside of all lists: positions may be cut there."""
     lists = [
         path for path, module in compiler.model.named_modules() if isinstance(module, (nn.ModuleList, nn.Sequential))
     ]
@@ -127,7 +126,7 @@ def _values(compiler: PlanCompiler) -> dict[str, tuple[int, ...]]:
 def decisions_of(compiler: PlanCompiler, tensors: Tensors) -> tuple[Decision, ...]:
     """All decisions, each with the places that propagation alone cuts from its seeds.
 
-    What cuts vectors alone is left out: to store a bias in pieces is the work of ``Zero``.
+    Decisions that cut only vectors of parameters are left out: sharding a bias is the work of ``Zero``.
     """
     by_places: dict[frozenset[Place], list[Place]] = {}
     for seed in tensors.places():
@@ -145,7 +144,7 @@ def _decision(places: frozenset[Place], seeds: list[Place], tensors: Tensors) ->
 
 
 def _cut_from(compiler: PlanCompiler, tensors: Tensors, seed: Place) -> frozenset[Place]:
-    """The places that are cut where one is annotated."""
+    """The places that propagation cuts if ``seed`` is annotated."""
     try:
         program = compiler.annotated(_mesh(2), {seed.pattern: seed.spec(AXIS)}, PROPAGATED)
     except ShardingError:  # uneven blocks, say

@@ -1,4 +1,4 @@
-"""The lists in which a model holds its blocks, whether these are alike or not."""
+"""The lists of blocks in a model, whether the blocks are alike or not."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def lists_of(model: nn.Module) -> Lists:
 
 
 def num_parts(model: nn.Module) -> int:
-    """How many stages of a pipeline a model is good for: its blocks, or without such its matrices.
+    """The most pipeline stages that a model can be cut into: its number of blocks or, without blocks, of matrices.
 
-    Lists of one length beside each other count once, since a model may walk them side by side.
+    Sibling lists of equal length count once, since a model may iterate over them together.
     """
     kinds = {(path.rpartition(".")[0], len(blocks)) for path, blocks in lists_of(model).items()}
     num_blocks = sum(length for _, length in kinds)
@@ -34,7 +34,7 @@ def num_parts(model: nn.Module) -> int:
 
 
 def glob_of_blocks(lists: Iterable[str]) -> str | None:
-    """A glob over the blocks of every list, if all lists have one name, or else of the first; None without a list."""
+    """A glob over the blocks of all lists if these have the same name, else of the first; None without a list."""
     paths = list(lists)
     parents, names = ({path.rpartition(".")[i] for path in paths} for i in (0, 2))
     if len(paths) > 1 and len(names) == 1 and all(parents):

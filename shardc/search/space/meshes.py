@@ -1,4 +1,4 @@
-"""Meshes: how a number of devices is laid out in axes, and how these are named."""
+"""Meshes: the layouts of a number of devices in axes, and the names of the axes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardc.search.space.plan import Axis, Cuts
 
 
 def shapes(devices: int, num_axes: int) -> Iterator[tuple[int, ...]]:
-    """The shapes of meshes of so many axes, each of two ranks or more."""
+    """The shapes of meshes with ``num_axes`` axes, each of two ranks or more."""
     if num_axes == 1:
         yield from [(devices,)] if devices > 1 else []
         return
@@ -25,11 +25,11 @@ def named_axes(
     of_samples: Collection[str] = (),
     names: Sequence[str] = (),
 ) -> tuple[Axis, ...]:
-    """Axes with the names that the field has for what they cut; a second one of a name has a number behind it.
+    """Axes with the field's names for their cuts; a second axis of the same name gets a number.
 
-    ``dp`` samples, ``ep`` experts, ``cp`` positions, ``tp`` parameters. ``given``: the names in the user's annotations,
-    for axes that had one of them in ``names``, then for axes that cut nothing but what these annotations say;
-    ``of_samples``: those that cut samples by them.
+    ``dp`` cuts samples, ``ep`` experts, ``cp`` positions, ``tp`` parameters. ``given``: the names in the user's
+    annotations. Axes that had one of these in ``names`` keep it; axes without cuts of their own take the others.
+    ``of_samples``: the names by which the annotations cut samples.
     """
     chosen = [name if name in given else "" for name in names] or [""] * len(cuts)
     free = [name for name in given if name not in {*chosen, *map(name_of, cuts)}]
@@ -52,13 +52,13 @@ def name_of(cuts: Cuts) -> str:
 
 
 def _is_of_experts(decision: Decision) -> bool:
-    """Whether it cuts stacks of matrices between one and the next."""
+    """Whether it cuts stacks of matrices along the stack."""
     is_first = all(place.dim == 0 and place.num_dims > 1 for place in decision.places)
     return is_first and any(place.num_dims > 2 for place in decision.places) and decision.kind == "parameters"
 
 
 def is_possible(axes: Sequence[Axis]) -> bool:
-    """Whether every dim that is cut has an element for each rank, and no rank has much less than another."""
+    """Whether every dim that is cut has elements for each rank, and no rank has far fewer than another."""
     shards: dict[Decision, int] = {}
     for axis in axes:
         for decision in axis.cuts:
@@ -67,5 +67,5 @@ def is_possible(axes: Sequence[Axis]) -> bool:
 
 
 def cuts_well(size: int, count: int) -> bool:
-    """Whether a dim of this size can be cut into so many shards, none of which is much smaller than another."""
+    """Whether a dim of this size can be cut into ``count`` shards, none of which is much smaller than another."""
     return size % count == 0 or size >= 4 * count

@@ -11,16 +11,16 @@ from torch import nn
 from shardc.capture.annotations import glob
 from shardc.report.explain.blocks import are_alike, like_blocks
 
-Names = Mapping[str, str]  # first names by all names
+Names = Mapping[str, str]  # the first name by each name
 
 
 def parameter_globs(model: nn.Module) -> dict[str, str]:
-    """For each parameter of a model a glob, which matches it in those like blocks where it has this shape.
+    """A glob for each parameter of a model, which matches it in all repeated blocks where it has the same shape.
 
-    ``*.mlp.up.weight``; ``block*.up.weight`` where blocks are attributes, as ``block1`` and ``block2`` are;
-    ``layers.[02].up.weight`` where other blocks have another shape; ``param:*.mlp.up`` where modules have such names
-    too; the name itself where it is in no like blocks. Shapes that no glob tells apart, as among more than ten blocks,
-    have one together. Tied parameters have their first name.
+    ``*.mlp.up.weight``; ``block*.up.weight`` if the blocks are attributes such as ``block1`` and ``block2``;
+    ``layers.[02].up.weight`` if other blocks have another shape; ``param:*.mlp.up`` if modules have such names too; the
+    name itself outside of repeated blocks. Shapes that no glob tells apart, as among more than ten blocks, share one.
+    Tied parameters have their first name.
     """
     stars = {name: star for path, module in model.named_modules() for name, star in _stars(path, module)}
     shapes = {name: str(parameter.shape) for name, parameter in model.named_parameters()}
@@ -45,9 +45,10 @@ def _grouped(names: Iterable[str], key_of: Mapping[str, str]) -> dict[str, list[
 
 
 def _stars(path: str, module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Pairs of a child's path and the text that stands for the child's name in a glob, for children that repeat.
+    """For each repeated child its path, and the text that stands for its name in a glob.
 
-    These are all items of a list with like blocks, and outside of lists like modules whose names end in a number.
+    Repeated children are all items of a list with repeated blocks and, outside of lists, modules that are alike and
+    whose names end in a number.
     """
     children, prefix = dict(module.named_children()), f"{path}." if path else ""
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
@@ -61,13 +62,13 @@ def _stars(path: str, module: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _without_numbers(name: str, stars: Mapping[str, str]) -> str:
-    """The name with a star for the number of each block."""
+    """The name as a glob with a star in place of each block's number."""
     parts = name.split(".")
     return ".".join(stars.get(".".join(parts[: i + 1]), escape(part)) for i, part in enumerate(parts))
 
 
 def _narrowed(pattern: str, group: Sequence[str], names: Sequence[str]) -> str:
-    """The pattern of some names with the indices of a group of them alone, where these have one character each."""
+    """The pattern of ``names``, narrowed to the indices in ``group``; several indices need one character each."""
     parts = pattern.split(".")
     for i in [i for i, part in enumerate(parts) if part == "*"]:
         indices, all_indices = ({name.split(".")[i] for name in each} for each in (group, names))
@@ -80,7 +81,7 @@ def _narrowed(pattern: str, group: Sequence[str], names: Sequence[str]) -> str:
 
 
 def _exact(pattern: str, group: Sequence[str], known: Names, stored: Names) -> str:
-    """The shortest glob that matches these alone, of all names or of those that are stored; an empty text for none."""
+    """The shortest glob that matches exactly the group, among all names or the stored ones; "" if there is none."""
     for prefix, names in (("", known), ("param:", stored)):
         for each in _globs(pattern):
             if glob(each, names) == group:
@@ -89,7 +90,7 @@ def _exact(pattern: str, group: Sequence[str], known: Names, stored: Names) -> s
 
 
 def _globs(pattern: str) -> Iterator[str]:
-    """Globs that may do for a group of names, short ones first: the ends of its pattern, then all of it."""
+    """Candidate globs for a group of names, short ones first: the ends of its pattern, then all of it."""
     parts = pattern.split(".")
     last_star = max((i for i, part in enumerate(parts) if part[0] == "[" or part[-1] == "*"), default=len(parts))
     for start in range(len(parts) - 1, last_star, -1):

@@ -1,4 +1,4 @@
-"""A plan: axes of a mesh, what each of them cuts, and options; as it is compiled and as a user writes it."""
+"""A plan: the axes of a mesh, the decisions that each axis cuts, and options; with the annotations of a user."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from shardc.search.space.decision import Decision, Place
 from shardc.wire import Wire, wire_on
 
 Cuts = frozenset[Decision]
-OPTIONS = ("zero", "remat", "precision", "pipeline", "overlap", "saved")  # of a plan, as they are printed
+OPTIONS = ("zero", "remat", "precision", "pipeline", "overlap", "saved")  # options of a plan, in the order of printing
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
     """One axis of a mesh, and the decisions that it cuts.
 
-    ``is_by_rows``: each decision is annotated at its lowest dim, not at that of its first seed. This matters where two
-    decisions cut different dims of one tensor, as along a chain of layers: the tensor gets the cut that is annotated.
-    ``in_zigzag``: where it alone cuts positions of inputs, each rank has an early and a late stretch of them.
-    ``has_samples``: annotations of the user cut the first dim of an input by it.
+    ``is_by_rows``: each decision is annotated at the seed with the lowest dim, not at its first seed. This matters if
+    two decisions cut different dims of one tensor, as along a chain of layers: the tensor gets the annotated cut.
+    ``in_zigzag``: if this axis alone cuts positions of inputs, each rank has an early and a late stretch of them.
+    ``has_samples``: the user's annotations cut the first dim of an input over it.
     """
 
     name: str
@@ -47,11 +47,11 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A point of the search.
+    """A plan, one point of the search.
 
-    ``axes``: those that cut, the outermost first. ``given``: annotations that the user wrote, which stay. ``written``:
-    annotations in place of those of the axes, which make the same program. ``pipeline``: over ``num_stages`` ranks, on
-    an axis before the others. Other options are those of ``compile``.
+    ``axes``: the axes that cut, the outermost first. ``given``: annotations that the user wrote, which stay.
+    ``written``: annotations that replace those of the axes. ``pipeline``: cuts the model over ``num_stages`` ranks, on
+    an axis before the others. The other options are those of ``compile``.
     """
 
     axes: tuple[Axis, ...]
@@ -72,7 +72,7 @@ class Plan:
 
     @property
     def mesh(self) -> Mesh:
-        """The whole mesh; axes of one rank are left out where there are others."""
+        """The whole mesh, without axes of one rank if there are others."""
         sizes = {self.pipeline.axis: self.num_stages} if self.pipeline else {}
         sizes |= {axis.name: axis.size for axis in self.axes if axis.size > 1}
         return Mesh(device_ids=None, **sizes or {axis.name: axis.size for axis in self.axes})
@@ -84,7 +84,7 @@ class Plan:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options that it has, by name."""
+        """The options that are set, by name."""
         return {name: option for name in OPTIONS if (option := getattr(self, name)) is not None}
 
     def compiler_options(self, optimizer: str, wire: Wire | None, machine: Machine | None = None) -> Options:
@@ -94,7 +94,7 @@ class Plan:
 
     @property
     def annotations(self) -> dict[str, P]:
-        """One annotation for each tensor that is cut, whose other dims are open; or what is ``written``."""
+        """The ``written`` annotations, or else those of the axes, with other dims open, and the ``given`` ones."""
         if self.written is not None:
             return dict(self.written)
         dims: dict[str, dict[int, list[str]]] = {}
@@ -106,7 +106,7 @@ class Plan:
         return {pattern: _spec(of_dims) for pattern, of_dims in dims.items()} | dict(self.given)
 
     def _places(self) -> Iterable[tuple[Place, list[str]]]:
-        """A seed of each decision, with the axes that cut it; one whose tensor no other decision cuts by these axes."""
+        """A seed of each decision and the axes that cut it, if possible in a tensor that these axes do not cut yet."""
         axes: dict[Decision, list[str]] = {}
         for axis in self.axes:
             for decision in sorted(axis.cuts, key=lambda each: (each.kind != "samples", str(each))):
@@ -123,7 +123,7 @@ class Plan:
 
 
 def _spec(dims: Mapping[int, list[str]]) -> P:
-    """The annotation with these cuts, other dims open."""
+    """The annotation with these cuts; all other dims are open."""
     entries = [P.OPEN if dim not in dims else _entry(dims[dim]) for dim in range(max(dims) + 1)]
     return P(*entries, ...)
 

@@ -11,7 +11,7 @@ Annotations = dict[str, P]
 
 
 def shortened(plan: Plan, is_same: Callable[[Annotations], bool]) -> Annotations:
-    """Annotations that make the same program as those of a plan, as ``is_same`` tells; the user's own stay."""
+    """Shorter annotations that make the same program as those of a plan, by ``is_same``; the user's own stay."""
     annotations, given = plan.annotations, dict(plan.given)
     patterns = [each for each in annotations if each not in given]
     for pattern in patterns:
@@ -19,7 +19,7 @@ def shortened(plan: Plan, is_same: Callable[[Annotations], bool]) -> Annotations
         annotations = without if is_same(without) else annotations
     patterns = [each for each in patterns if each in annotations]
     closed = annotations
-    for pattern in patterns:  # mostly all of them may be
+    for pattern in patterns:  # usually all of them may be closed
         closed = _replaced(closed, pattern, _name(pattern), _closed(annotations[pattern]))
     if is_same(closed):
         return closed
@@ -29,7 +29,7 @@ def shortened(plan: Plan, is_same: Callable[[Annotations], bool]) -> Annotations
 
 
 def _shorter(annotations: Annotations, pattern: str) -> Iterator[Annotations]:
-    """The annotations with all dims of one closed, with a name that needs no prefix, and with both."""
+    """The annotations with one shortened: without prefix and with all dims closed, or only one of the two."""
     spec = annotations[pattern]
     for name in dict.fromkeys((_name(pattern), pattern)):
         yield _replaced(annotations, pattern, name, _closed(spec))
