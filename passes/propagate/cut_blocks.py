@@ -21,17 +21,19 @@ from shardc.language.rule import Rule
 from shardc.language.sharding import DimSharding, num_shards
 from shardc.program.program import Pin, Program, Value
 
-from .propagate import PARAMETER_KINDS, pinned_value, propagated
+from .propagate import PARAMETER_KINDS, pinned_values, propagated
 
 
 def cut_blocks(program: Program, first: frozenset[str] = frozenset()) -> Program:
     """The program with pins of fused parameters cut in blocks; ``first`` as in ``propagate``."""
-    pins = {pinned_value(program, pin): pin for pin in program.pins if pin.kind in PARAMETER_KINDS}
+    stored = [pin for pin in program.pins if pin.kind in PARAMETER_KINDS]
+    pins = dict(zip(pinned_values(program, stored), stored, strict=True))
     tensors = [(pin.sharding.dims, program.value_type(value).shape) for value, pin in pins.items()]
     cuts = {(cut, size) for dims, shape in tensors for cut, size in zip(dims, shape, strict=True) if cut.axes}
     if not cuts or not any(blocks.fit(cut, size) for blocks in _blocks_taken(program) for cut, size in cuts):
         return program
-    changes = _changes(propagated(program, first), {value[0].name: pin for value, pin in pins.items()})
+    by_name = {value[0].name: (pin, program.value_type(value).shape) for value, pin in pins.items()}
+    changes = _changes(propagated(program, first), by_name)
     notes = tuple(
         f"{pin.name}: {pin.text} cuts each block that the model takes apart, {new.sharding}, not the whole dim"
         for pin, new in changes.items()
@@ -84,10 +86,10 @@ def _block_dims(rule: Rule) -> Iterator[tuple[int, int, int, bool]]:
                 yield tensor, dim, rule.sizes[factors[0]], is_separate
 
 
-def _changes(annotated: Program, pins: Mapping[str, Pin]) -> dict[Pin, Pin]:
+def _changes(annotated: Program, pins: Mapping[str, tuple[Pin, tuple[int, ...]]]) -> dict[Pin, Pin]:
     """The pins whose own cut goes across blocks of some value, each with its replacement.
 
-    ``pins``: by the name of the parameter's node.
+    ``pins``: by the name of the parameter's node, with the parameter's shape.
     """
     changes: dict[Pin, Pin] = {}
     for blocks in _blocks_taken(annotated):
@@ -97,10 +99,10 @@ def _changes(annotated: Program, pins: Mapping[str, Pin]) -> dict[Pin, Pin]:
         cut = sharding.dims[blocks.dim]
         origin = annotated.origins(node)[index].get(cut.axes[0].name) if cut.axes else None
         root, _ = origin.chain[0].value if origin else ("", 0)
-        if root in pins and cut in pins[root].sharding.dims:
-            pin = pins[root]
+        if root in pins and cut in pins[root][0].sharding.dims:
+            pin, shape = pins[root]
             dim = pin.sharding.dims.index(cut)
-            if blocks.fit(cut, annotated.value_type(pinned_value(annotated, pin)).shape[dim]):
+            if blocks.fit(cut, shape[dim]):
                 within = DimSharding((), ((blocks.size, cut.axes),))
                 changes[pin] = replace(pin, sharding=pin.sharding.with_dim(dim, within))
     return changes

@@ -50,7 +50,8 @@ def propagate(program: Program, first: frozenset[str] = frozenset()) -> Program:
     pins = tuple(dict.fromkeys((*program.pins, *annotated_values(program))))
     tensors, precedence = _Tensors(program), Precedence(pins, first)
     worklist = _Worklist([*tensors.ops, *_ties(program, tensors)])
-    pinned = [(tensors.at(pinned_value(program, pin)), pin, precedence.rounds(pin)) for pin in pins]
+    values = map(tensors.at, pinned_values(program, pins))
+    pinned = [(tensor, pin, precedence.rounds(pin)) for tensor, pin in zip(values, pins, strict=True)]
     for tensor, pin, _ in pinned:
         tensor.reserved = pin.sharding.cut_axes
     for now in sorted({each for *_, rounds in pinned for each in rounds}):
@@ -73,8 +74,8 @@ def spread(program: Program, moved: Mapping[Value, tuple[Sharding, Mapping[str, 
             if tensor is not None:
                 assert sharding is not None
                 tensor.set_cuts(dict(enumerate(sharding.dims)), origins)
-    for pin in program.pins:
-        tensor = tensors.at(pinned_value(program, pin))
+    for value, pin in zip(pinned_values(program, program.pins), program.pins, strict=True):
+        tensor = tensors.at(value)
         tensor.closed = frozenset(range(len(tensor.shape))) - pin.open
     worklist = _Worklist([*tensors.ops, *_ties(program, tensors)])
     for value, (sharding, origins) in moved.items():
@@ -370,16 +371,12 @@ def annotation_text(program: Program, node: fx.Node) -> str:
     return str(given["text"]) or f"annotate({spec!r}) at {program.source(node).location}"
 
 
-def pinned_value(program: Program, pin: Pin) -> Value:
-    """The value that a pin fixes."""
-    if pin.kind == "value":
-        return next((node, 0) for node in program.calls if node.name == pin.name)
-    if pin.kind != "output":
-        return program.value(program.named_inputs[pin.kind, pin.name])
-    names = [output.name if output.kind == "output" else None for output in program.outputs]
-    result = program.results[names.index(pin.name)]
-    assert result is not None, pin
-    return program.value(result)
+def pinned_values(program: Program, pins: Iterable[Pin]) -> list[Value]:
+    """The value that each pin fixes."""
+    nodes = {("value", node.name): node for node in program.calls} | program.named_inputs
+    results = zip(program.outputs, program.results, strict=True)
+    nodes |= {(output.kind, output.name): node for output, node in results if output.kind == "output" and node}
+    return [program.value(nodes[pin.kind, pin.name]) for pin in pins]
 
 
 class Precedence:

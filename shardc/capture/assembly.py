@@ -16,7 +16,7 @@ from shardc.language.errors import CaptureError
 from shardc.language.sharding import TensorType, dtype_name
 from shardc.language.size import number_of
 from shardc.program.inference import Types, types_of
-from shardc.program.node import ancestors, is_getitem, is_size, last_node, op_name, reached
+from shardc.program.node import add_node, ancestors, is_getitem, is_size, last_node, op_name, reached
 from shardc.program.opaque import Opaque
 from shardc.program.program import Input, Output, Program
 from shardc.program.provenance import Source
@@ -166,7 +166,7 @@ class _Assembly:
             parts = self._call(node)
         target, args, kwargs = parts
         name = "getitem" if is_getitem(node) else op_name(target if node.op == "get_attr" else node.target)
-        copied = self.program.graph.create_node("call_function", target, args, kwargs, name)
+        copied = add_node(self.program.graph, "call_function", target, args, kwargs, name)
         self.program.set_type(copied, self.types[node])
         self.program.set_source(copied, self._source(node))
         self.mapping[node] = copied

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +61,25 @@ def casts_behind(node: fx.Node, *others: Any) -> list[fx.Node]:
 def last_node(graph: fx.Graph) -> fx.Node:
     """The last node of a graph; the output node if the graph is complete."""
     return next(iter(reversed(graph.nodes)))
+
+
+def add_node(graph: fx.Graph, op: str, target: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None,
+             name: str | None = None) -> fx.Node:  # fmt: skip
+    """Add a node to a graph. The arguments are set afterwards, since ``create_node`` would search them for symbols."""
+    node = graph.create_node(op, target, name=name)
+    if args:
+        node.args = args
+    if kwargs:
+        node.kwargs = dict(kwargs)
+    return node
+
+
+def add_copy(graph: fx.Graph, node: fx.Node, transform: Callable[[fx.Node], Any]) -> fx.Node:
+    """Add a copy of a node, of another graph or of this one, to a graph; ``transform`` maps its operands."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), transform)
+    copied = add_node(graph, node.op, node.target, args, kwargs, node.name)
+    copied.meta.update(node.meta)
+    return copied
 
 
 def op_name(target: Any) -> str:

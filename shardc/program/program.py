@@ -21,7 +21,7 @@ from shardc.language.words import Level
 from shardc.ops import op_rule
 from shardc.options import Options
 from shardc.program.inference import Types, result_types, typed
-from shardc.program.node import last_node, op_name, operands
+from shardc.program.node import add_copy, add_node, last_node, op_name, operands
 from shardc.program.provenance import Cause, CutChoice, FormChoice, Origin, SideChoice, Source
 
 Shardings = Sharding | tuple[Sharding | None, ...] | None
@@ -131,12 +131,7 @@ class Program:
         """A copy whose graph may be changed without touching this one."""
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         for node in self.graph.nodes:
-            new = copies[node] = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
-            if node.args:  # set after create_node, which would validate each
-                new.args = fx.map_arg(node.args, copies.__getitem__)
-            if node.kwargs:
-                new.kwargs = fx.map_arg(node.kwargs, copies.__getitem__)
-            new.meta.update(node.meta)
+            copies[node] = add_copy(graph, node, copies.__getitem__)
         return replace(self, graph=graph, level=level or self.level)
 
     def mapped(self, function: Callable[[Any], Any]) -> Program:
@@ -146,8 +141,8 @@ class Program:
         """
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         for node in self.graph.nodes:
-            new = copies[node] = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
-            new.args, new.kwargs = fx.map_arg((function(node.args), function(node.kwargs)), copies.__getitem__)
+            args, kwargs = fx.map_arg((function(node.args), function(node.kwargs)), copies.__getitem__)
+            new = copies[node] = add_node(graph, node.op, node.target, args, kwargs, node.name)
             new.meta.update({key: function(fact) for key, fact in self.facts(node).items()})
         return Program(graph, **{name: function(value) for name, value in self.own_fields.items()})
 
@@ -413,16 +408,14 @@ class Program:
     def insert(self, target: Any, args: tuple[Any, ...], type_: Types, like: fx.Node,
                kwargs: Mapping[str, Any] | None = None, name: str | None = None) -> fx.Node:  # fmt: skip
         """Insert a call at the graph's insertion point, with the source of ``like``."""
-        node = self.graph.create_node("call_function", target, args, dict(kwargs or {}), name or op_name(target))
+        node = add_node(self.graph, "call_function", target, args, kwargs, name or op_name(target))
         self.set_type(node, type_)
         self.set_source(node, self.source(like))
         return node
 
     def copy_of(self, node: fx.Node, given: Mapping[fx.Node, fx.Node]) -> fx.Node:
         """Insert a copy of a call, with other operands for those in ``given``."""
-        again = self.graph.node_copy(node, lambda operand: given.get(operand, operand))
-        again.meta = dict(node.meta)
-        return again
+        return add_copy(self.graph, node, lambda operand: given.get(operand, operand))
 
     def repeat(self, node: fx.Node, given: Mapping[fx.Node, fx.Node]) -> fx.Node:
         """Insert a copy of a forward call into backward, with other operands for those in ``given``."""

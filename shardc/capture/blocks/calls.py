@@ -19,7 +19,7 @@ from shardc.capture.blocks.template import BlockCall, NotAlikeError, Template, T
 from shardc.capture.model import override_attribute
 from shardc.capture.model_state import LatestState
 from shardc.capture.values.refusals import Unfit
-from shardc.program.node import is_getitem
+from shardc.program.node import add_copy, is_getitem
 from shardc.program.provenance import Source
 
 MAX_TEMPLATES = 4  # for alike blocks that are called in different ways; further calls are traced in place
@@ -179,7 +179,7 @@ class BlockCalls:
     ) -> None:  # fmt: skip
         with traced.graph.inserting_before(before):
             for node in nodes:
-                copied = known[node] = traced.graph.node_copy(node, known.__getitem__)
+                copied = known[node] = add_copy(traced.graph, node, known.__getitem__)
                 if node.op == "get_attr":
                     copied.target = f"_block_constant_{placed.key}_{node.target}"
                     setattr(traced, copied.target, getattr(placed.traced.root, str(node.target)))

@@ -38,7 +38,7 @@ from shardc.language.size import number_of
 from shardc.ops.linalg import STEADY
 from shardc.ops.pointwise import is_pointwise
 from shardc.program.inference import types_of
-from shardc.program.node import is_random, is_size, last_node, nodes_after, op_name, reached
+from shardc.program.node import add_copy, is_random, is_size, last_node, nodes_after, op_name, reached
 from shardc.program.opaque import Opaque, flat_call
 
 
@@ -553,7 +553,7 @@ class Guards:
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         for each in in_order:
             is_given = each.op == "placeholder" or each in known
-            copies[each] = graph.placeholder(each.name) if is_given else graph.node_copy(each, copies.__getitem__)
+            copies[each] = graph.placeholder(each.name) if is_given else add_copy(graph, each, copies.__getitem__)
         graph.output(copies[node])
         given: list[Any] = [values[each] for each in in_order if copies[each].op == "placeholder"]
         module = fx.GraphModule(_tracer().root, graph)
