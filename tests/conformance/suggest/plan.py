@@ -20,7 +20,10 @@ OPTIMIZER = "adamw"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """A mesh, annotations and options, under the name by which the table speaks of it."""
+    """A mesh, annotations and options, under the name by which the table speaks of it.
+
+    ``others``: options that only suggestions have, by name.
+    """
 
     name: str
     mesh: Mesh
@@ -28,13 +31,14 @@ class Plan:
     zero: Zero | None = None
     remat: Remat | None = None
     pipeline: Pipeline | None = None
+    others: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def arguments(self) -> dict[str, Any]:
         """The plan as arguments of ``shardc.compile``."""
         return {
             "mesh": self.mesh, "annotations": self.annotations, "zero": self.zero, "remat": self.remat,
-            "pipeline": self.pipeline,
+            "pipeline": self.pipeline, **self.others,
         }  # fmt: skip
 
     @property

@@ -29,6 +29,7 @@ RANKS = (2, 4, 8, 16, 64)
 LINKS = ("fast", "slow")
 FAST, SLOW, DEVICE = "nvlink", "infiniband", "h100"
 MEMORY = 80e9
+OTHERS = ("overlap", "saved", "precision")  # options of suggestions that no plan by hand has
 NUM_PLANS = 8  # random ones of a model on so many ranks
 TIGHT_RANKS, TIGHT_LINKS = 8, "slow"
 
@@ -184,7 +185,9 @@ def plan_of(suggestion: Any) -> Plan:
     words = [",".join(f"{axis}={size}" for axis, size in suggestion.mesh.sizes.items())]
     words += [f"zero{zero.stage}"] if zero else []
     words += ["remat"] if remat else []
-    return Plan(" ".join(words), suggestion.mesh, suggestion.annotations, zero, remat, suggestion.pipeline)
+    others = {name: value for name in OTHERS if (value := getattr(suggestion, name)) is not None}
+    words += [f"{name} {value}" for name, value in others.items()]
+    return Plan(" ".join(words), suggestion.mesh, suggestion.annotations, zero, remat, suggestion.pipeline, others)
 
 
 # The table.

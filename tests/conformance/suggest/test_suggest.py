@@ -23,7 +23,7 @@ from conformance.suggest.judge import Candidate, fastest, problems
 from conformance.suggest.models import MODELS, Target, target
 from conformance.suggest.plan import OPTIMIZER, Plan, Price, Pricer, price
 from conformance.suggest.random_plans import draw_plan, groups, priced, random_plans
-from conformance.suggest.run import RANKS, Case, main
+from conformance.suggest.run import RANKS, Case, main, plan_of
 from shardc import Mesh, P, Pipeline, Zero
 from shardc.language.machine import Machine
 
@@ -72,6 +72,19 @@ def test_hand_plans_are_the_known_ones_on_every_factorization() -> None:
 
 
 # Prices.
+
+
+def test_a_suggestion_is_priced_with_all_its_options() -> None:
+    made = small_moe()
+    given: dict[str, Any] = {"device": "h100", "links": "nvlink", "optimizer": OPTIMIZER, "fix": {"overlap": "auto"}}
+    first = shardc.suggest(made.model, 4, kwargs=made.inputs, **given)[0]
+    plan = plan_of(first)
+    assert plan.others == {"overlap": "auto"}
+    unused = {"links", "optimizer"} | {name for name, value in first.items() if value is None}
+    assert {name: value for name, value in plan.arguments.items() if value is not None} == {
+        name: value for name, value in first.items() if name not in unused
+    }
+    assert price(made.model, made.inputs, plan, FAST).seconds == pytest.approx(first.seconds, rel=1e-9)
 
 
 @pytest.mark.parametrize("machine", [FAST, SLOW], ids=["fast", "slow"])
@@ -219,6 +232,7 @@ class Planted:
     def __init__(self, plan: Plan, found: Price) -> None:
         self.mesh, self.annotations, self.zero = plan.mesh, plan.annotations, plan.zero
         self.remat, self.pipeline, self.seconds = plan.remat, plan.pipeline, found.seconds
+        self.overlap = self.saved = self.precision = None
         self.memory = {"peak": found.peak}
 
 
