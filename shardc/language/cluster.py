@@ -67,6 +67,10 @@ def _links(links: Any) -> tuple[Link | None, Link | None, Device | None]:
             found.append(link_named("links", each))
             continue
         machine = machine_of(each)  # a file, or links by axis
+        if not _is_file(each) and set(machine.links) != {"*"}:
+            problem = "axes are chosen by the search, so they have no links yet"
+            remedy = "say those inside and between nodes, as in nvlink,infiniband"
+            raise OptionError("links", f"{each!r}", problem, remedy)
         found.append(machine.links.get("*") or slowest(machine.links.values() or [DEFAULT_LINK]))
         between = between or machine.between
         device = device or (machine.device if _is_file(each) else None)

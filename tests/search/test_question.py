@@ -76,6 +76,7 @@ def test_a_capacity_is_written_where_it_is_known_and_read_back(tmp_path: Path) -
         ({"nodes": 2}, "no link joins the nodes"),
         ({"links": "nvlnk"}, "links: 'nvlnk'\n  there is no such link\n  did you mean nvlink"),
         ({"links": ("nvlink", "ib", "ib")}, "there is one inside a node and one between nodes"),
+        ({"links": {"tp": "nvlink", "dp": "ib"}}, "axes are chosen by the search, so they have no links yet"),
         ({"device": "h10"}, "device: 'h10'\n  there is no such device\n  did you mean h100"),
         ({"fix": {"tp": 3}}, "a plan cannot have it\n  say a size that divides 16 devices"),
         ({"fix": {"tq": 4}}, "a plan has no such part\n  did you mean tp?"),
