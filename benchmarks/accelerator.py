@@ -1,10 +1,10 @@
-"""The benchmark on one CUDA device: what shardc costs at world size 1, and one rank of many.
+"""The benchmark on one CUDA device: the overhead of shardc at world size 1, and the cost of one rank of many.
 
     python benchmarks/accelerator.py --size medium --ranks 8
 
 At world size 1, shardc through Inductor is compared to ``torch.compile`` of the plain model, with alternating steps.
 One rank of many runs with collectives that do nothing (torch's ``fake`` process group): its memory and kernel time are
-those of a rank of the job on a network that costs nothing. Its losses are meaningless.
+those of a rank of a real job whose network takes no time. Its losses are meaningless.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def _parse() -> argparse.Namespace:
 
 
 def _join(ranks: int) -> None:
-    """Join a fake job of so many ranks as its rank 0."""
+    """Join a fake job of ``ranks`` ranks as its rank 0."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
 
 
 def alone(size: Size, device: str, steps: int) -> str:
-    """World size 1: shardc beside the compiled plain model, with alternating steps."""
+    """Compare shardc at world size 1 with the compiled plain model, with alternating steps."""
     plain, ours = (new_trainer(name, size, Job(1, device=device)) for name in ("one device", "shardc dp inductor"))
     plain.model = torch.compile(plain.model)
     batch = batches(size, device)[0]
@@ -81,7 +81,7 @@ def one_of_many(size: Size, job: Job, steps: int) -> str:
 
 
 def measured(trainer: Trainer, batch: torch.Tensor, steps: int) -> str:
-    """The median milliseconds of a step and the peak of memory, as table cells."""
+    """The median milliseconds of a step and the peak memory, as table cells."""
     for _ in range(3):
         trainer.step(batch)
     if torch.cuda.is_available():
@@ -92,7 +92,7 @@ def measured(trainer: Trainer, batch: torch.Tensor, steps: int) -> str:
 
 
 def seconds(trainer: Trainer, batch: torch.Tensor) -> float:
-    """Seconds of one step, to the end of its kernels."""
+    """Seconds of one step, until its kernels have ended."""
     start = time.perf_counter()
     trainer.step(batch)  # reads the loss
     if torch.cuda.is_available():

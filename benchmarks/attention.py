@@ -1,14 +1,14 @@
-"""Causal attention over cut positions: shardc's three ways beside torch's ring and a ring by hand.
+"""Causal attention over cut positions: shardc's ways compared with torch's ring and a handwritten ring.
 
     python benchmarks/attention.py                                   # 2 ranks, 4096 positions
-    python benchmarks/attention.py --ranks 4 --share                 # each with half a processor (Linux, as root)
+    python benchmarks/attention.py --ranks 4 --share                 # half a processor for each rank (Linux, as root)
     python benchmarks/attention.py --positions 16384 --rounds 5
 
-Layers of multi-head attention with projections, forward and backward, batch 1. All ways live in the same processes and
-take their steps in turn. Prints for each way the median step of the slowest rank and the processor time of the busiest,
-the ratios of the steps of shardc's ring, of its ring in zigzag and of its all_to_all (``attention="ulysses"``) to its
-own, the bytes that a rank sends beside those of the formula, and the largest error of loss and gradients beside one
-device.
+The model is layers of multi-head attention with projections; a step is forward and backward with batch 1. All ways
+live in the same processes and take their steps in turn. Prints for each way: the median step of the slowest rank; the
+processor time of the busiest rank; the ratio to its step of the steps of shardc's ring, zigzag ring and all_to_all
+(``attention="ulysses"``); the bytes that a rank sends and those of the formula; and the largest error of loss and
+gradients relative to one device.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Attention(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers of attention; the same weights at every call."""
+    """Layers of attention, with the same weights at every call."""
 
     def __init__(self, size: Size, attend: Attend = CAUSAL) -> None:
         super().__init__()
@@ -95,10 +95,10 @@ class Model(nn.Module):
 
 @dataclass(slots=True)
 class Measured:
-    """One way, on all ranks.
+    """The measurements of one way, on all ranks.
 
-    ``error``: of loss and gradients, relative. ``sent``: bytes of a rank in a step. By round, ``seconds`` of the
-    slowest rank, and ``busy`` seconds of processor time of the one that computes most.
+    ``error``: the largest relative error of loss and gradients. ``sent``: bytes that a rank sends in a step. By round:
+    ``seconds`` of the slowest rank, and ``busy``, the seconds of processor time of the busiest rank.
     """
 
     error: float = 0.0
@@ -111,7 +111,7 @@ Values = Sequence[Tensor]  # a loss, and the gradients of all parameters
 
 
 class Runner:
-    """One way, on this rank."""
+    """Runs one way on this rank."""
 
     def __init__(self, name: str, size: Size, ranks: int) -> None:
         inputs = _inputs(size)
@@ -135,9 +135,9 @@ class Runner:
         return loss.detach()
 
     def error(self, expected: Values) -> float:
-        """Take a step; returns the largest error of any rank, as a part of the largest number of its tensor."""
+        """Take a step; returns the largest error on any rank, relative to the largest number of its tensor."""
         loss = self.step().clone()
-        if isinstance(self.model, DistributedDataParallel):  # the mean of this rank's positions
+        if isinstance(self.model, DistributedDataParallel):  # its loss is the mean over this rank's positions
             dist.all_reduce(loss)
             loss /= dist.get_world_size()
         found = [loss, *(_local(x.grad) for x in self.model.parameters())]
@@ -165,7 +165,7 @@ class Runner:
 
 
 def measure(size: Size, names: Sequence[str], rounds: int) -> dict[str, Measured]:
-    """Measure all ways of these names, on this rank."""
+    """Measure the ways with these names, on this rank."""
     torch.set_num_threads(1)
     ranks, expected = dist.get_world_size(), _of_one_device(size)
     runners = {name: Runner(name, size, ranks) for name in names}
@@ -177,10 +177,10 @@ def measure(size: Size, names: Sequence[str], rounds: int) -> dict[str, Measured
 
 
 def by_formula(name: str, size: Size, ranks: int) -> float:
-    """Bytes that a rank sends in a step: what attention moves, and an all_reduce of the weights' gradients.
+    """Bytes that a rank sends in a step: messages of attention, and an all_reduce of the weights' gradients.
 
-    In units of a rank's chunk of keys: a ring moves two of them to all other ranks, and in backward two more and their
-    gradients; torch's moves the gradients once more, its first time to a rank that has added nothing.
+    The unit is a rank's chunk of keys. A ring sends keys and values past all other ranks: once in forward, and in
+    backward once more with their gradients. torch's ring sends the gradients one step further than necessary.
     """
     others = ranks - 1
     chunks = {
@@ -220,18 +220,18 @@ def report(found: Mapping[str, Measured], size: Size, ranks: int) -> str:
 
 
 def _beside(ours: Mapping[int, float], theirs: Mapping[int, float]) -> str:
-    """The ratio of medians, then the median of the rounds' own ratios with its interval."""
+    """The ratio of medians, then the median of the ratios of all rounds with its interval."""
     found = ratio(ours, theirs)
     return f"{found.medians:.2f}, {found}"
 
 
 def _ms(seconds: Mapping[int, float]) -> str:
-    """The median of the rounds."""
+    """The median of the rounds in milliseconds."""
     return f"{1e3 * median(seconds.values()):.0f}"
 
 
 def _of_one_device(size: Size) -> Values:
-    """The loss and gradients, which rank 0 computes for all."""
+    """The loss and gradients on one device, which rank 0 computes and broadcasts."""
     model = Model(size)
     if dist.get_rank() == 0:
         loss = model(*_inputs(size))
@@ -255,7 +255,7 @@ def _local(x: Any) -> Tensor:
 
 
 def _most(number: float) -> float:
-    """The largest of all ranks' numbers."""
+    """The largest number of any rank."""
     most = torch.tensor(number, dtype=torch.float64)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return most.item()

@@ -1,13 +1,13 @@
-"""Attention on a GPU: each of torch's kernels and our own, as one op, as a ring and in zigzag, beside plain torch.
+"""Attention on a GPU: torch's kernels and shardc's, as one op, as a ring and in zigzag, compared with plain torch.
 
     python benchmarks/attention_on_gpus.py                           # one GPU; the ranks are virtual
     python benchmarks/attention_on_gpus.py --only dropout --positions 8192
 
-For each kind of attention and each mesh, prints the error of loss and gradients beside plain attention in float64,
-the error of plain torch in the same dtype, and the time and memory of a step of both. Virtual ranks take their turns
-on the one GPU: a ring's time is that of all of them. Dropout is compared with the same plan on one rank, since plain
-torch draws other numbers. Exits with 1 where an error is larger than twice that of plain torch. ``--device cpu`` tries
-the script and not the device.
+For each kind of attention and each mesh, prints the error of loss and gradients relative to plain attention in float64,
+the error of plain torch in the same dtype, and the time and memory of a step of both. Virtual ranks share one GPU, so
+the time of a ring is that of all its ranks together. Dropout is compared with the same plan on one rank, since plain
+torch draws other numbers. Exits with 1 if an error is more than twice that of plain torch, or than a fixed bound with
+dropout. ``--device cpu`` tests only the script.
 """
 
 from __future__ import annotations
@@ -61,24 +61,24 @@ class Attention(nn.Module):
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Each query sees the keys up to its own."""
+    """Attention in which each query sees the keys up to its own."""
     return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def windowed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Each query sees ``WINDOW`` keys, its own the last."""
+    """Attention in which each query sees ``WINDOW`` keys, its own last."""
     row, column = (torch.arange(x.shape[2], device=x.device) for x in (q, k))
     seen = (column <= row.unsqueeze(1)) & (column > row.unsqueeze(1) - WINDOW)
     return scaled_dot_product_attention(q, k, v, seen)
 
 
 def dropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal, with dropout."""
+    """Causal attention with dropout."""
     return scaled_dot_product_attention(q, k, v, dropout_p=RATE, is_causal=True)
 
 
 def flexible(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """A window by ``flex_attention``."""
+    """Windowed attention by ``flex_attention``."""
 
     def is_seen(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         return (column <= row) & (column > row - WINDOW)
@@ -89,7 +89,7 @@ def flexible(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Scores are capped, as Gemma 2 does, by ``flex_attention``."""
+    """Attention with capped scores, as in Gemma 2, by ``flex_attention``."""
 
     def cap(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         return 2.0 * torch.tanh(score / 2.0)
@@ -99,7 +99,7 @@ def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    """A bias is learned, as in T5."""
+    """Attention with a learned bias, as in T5."""
     return scaled_dot_product_attention(q, k, v, bias)
 
 
@@ -120,7 +120,7 @@ class Case:
         return Attention(self.attend, self.key_heads, self.value_size, num_biased).to(device, dtype or self.dtype)
 
     def chosen(self, device: str) -> Any:
-        """In the block torch computes attention with the kernel."""
+        """A context in which torch computes attention with the kernel; on a CPU it does nothing."""
         return nullcontext() if self.kernel is None or device == "cpu" else sdpa_kernel(self.kernel)
 
 
@@ -150,7 +150,7 @@ CUT = {
 
 
 def main() -> int:
-    """Try every case; 1 where one is wrong."""
+    """Try every case; returns 1 if one is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--positions", type=int, default=4096)
@@ -165,14 +165,14 @@ def main() -> int:
             try:
                 rows = rows_of(name, case, options.positions, options.device, wrong)
                 print(table(["", "", "error", "of torch", "ms", "of torch", "MiB", "of torch"], rows), flush=True)
-            except Exception as error:  # each case is tried
+            except Exception as error:  # a case that fails does not stop the others
                 wrong.append(f"{name}: {type(error).__name__}: {error}")
     print("\n".join(wrong) or "all are as near to float64 as plain torch is")
     return 1 if wrong else 0
 
 
 def rows_of(name: str, case: Case, positions: int, device: str, wrong: list[str]) -> list[list[str]]:
-    """The rows of one case; what is wrong is added to ``wrong``."""
+    """The rows of one case; errors that are too large are added to ``wrong``."""
     torch.manual_seed(1)
     inputs = [torch.randn(1, positions, WIDTH, device=device, dtype=case.dtype) for _ in range(2)]
     with sdpa_kernel(SDPBackend.MATH):
@@ -207,13 +207,13 @@ def step(model: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def far(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """The largest error, as a part of the largest number of its tensor."""
+    """The largest error, relative to the largest number of its tensor."""
     pairs = zip(found, exact, strict=True)
     return max(((a.double() - b.double()).abs().max() / b.double().abs().max()).item() for a, b in pairs)
 
 
 def cost(model: nn.Module, inputs: Sequence[Tensor], device: str, rounds: int = 7) -> tuple[float, float]:
-    """The median milliseconds of a step, and the MiB that it holds at most besides what is there before."""
+    """The median milliseconds of a step, and the peak MiB that it allocates."""
     times, module = [], torch.get_device_module(device)
     before = most = 0
     for _ in range(rounds):

@@ -3,8 +3,8 @@
     python benchmarks/bench.py                                        # what `make bench` runs
     python benchmarks/bench.py --plans tensor --sizes small --ranks 2     # one row
 
-Prints a Markdown table and which of shardc's promises hold. Writes both, with JSON of every sample and a plot, to the
-folder --out. If a peer is ahead, a breakdown of both steps follows.
+Prints a Markdown table and which of shardc's promises hold. If a peer is ahead, also prints where both steps spend
+their time. Writes all of this, JSON of every sample and a plot to the folder --out.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from shardc.runtime.comm.messages import loopback, private_loopback
 
 PLAIN = tuple(name for name in ROWS if "compiled" not in name)
 SMALL = ("data", "zero1", "zero3", "tensor", "sequence", "expert", "pipeline")
-TIMED = (  # the first row calibrates the budget; the last ones use up the time that is left
+TIMED = (  # the first row calibrates the budget; the last rows use up the remaining time
     *((plan, "small", 4) for plan in SMALL),
     *((plan, "medium", 4) for plan in ("tensor", "pipeline", "zero3")),
     ("tensor", "tiny", 2),
@@ -57,7 +57,7 @@ def main() -> None:
     options = parse()
     found: list[tuple[Row, list[Figures]]] = []
     said: list[str] = []
-    rows, devices = chosen(options), dict[object, Report]()  # one device by model
+    rows, devices = chosen(options), dict[object, Report]()  # reports of one device, by model
     budget = Budget(60 * options.minutes - AROUND, [each for _, each in rows])
     for ranks, together in groupby(rows, key=lambda each: each[0].job.ranks):
         with network(options.mbit), Workers(ranks) as workers:
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def chosen(options: argparse.Namespace) -> list[tuple[Row, Need]]:
-    """The rows of the options, or by default those that fit in ten minutes on two idle processors.
+    """The rows that the options name, or by default those that fit in ten minutes on two idle processors.
 
     By default, peers that are known to be far slower run at one size only.
     """
@@ -122,7 +122,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def network(mbit: int | None = None) -> Iterator[None]:
     """A private loopback network for processes started in the block, limited to ``mbit`` Mbit/s by ``tc``.
 
-    Where the system allows none, a message says so and the block runs as usual; with ``mbit`` it is an error.
+    If the system allows no private network, prints a message, or raises SystemExit if ``mbit`` is given.
     """
     with private_network(is_needed=mbit is not None):
         if mbit is not None:
@@ -132,9 +132,9 @@ def network(mbit: int | None = None) -> Iterator[None]:
 
 @contextmanager
 def private_network(is_needed: bool) -> Iterator[None]:
-    """A network of their own for processes started in the block; a message where there can be none.
+    """A private loopback network for processes started in the block.
 
-    Raises SystemExit instead if the network ``is_needed``.
+    If the system allows none, prints a message, and raises SystemExit if the network ``is_needed``.
     """
     with private_loopback() as is_private:
         if not is_private:
@@ -145,7 +145,7 @@ def private_network(is_needed: bool) -> Iterator[None]:
 
 
 def limit(mbit: int, interface: str, within: Sequence[str] = ()) -> None:
-    """Limit what an interface sends to ``mbit`` Mbit/s. ``within``: a command that runs others in another network."""
+    """Limit the sending rate of an interface to ``mbit`` Mbit/s. ``within``: runs ``tc`` in another network."""
     bucket = ("tbf", "rate", f"{mbit}mbit", "burst", "256kb", "latency", "200ms")
     subprocess.run([*within, "tc", "qdisc", "add", "dev", interface, "root", *bucket], check=True)
 

@@ -1,4 +1,4 @@
-"""Where a step's time goes on one rank: from the profiler's events and the processor's clocks."""
+"""How a rank spends the time of a step, from the profiler's events and the processor's clocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEP = "one step of the benchmark"
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_linear_pointwise", "_scaled_dot_product", "convolution")
 OPTIMIZER = "Optimizer.step#"
 COMMUNICATION = ("c10d::", "_c10d_functional::", "record_param_comms")
-OTHER_THREADS = "gloo:"  # begins here, ends in gloo's thread
+OTHER_THREADS = "gloo:"  # events that begin in this thread and end in gloo's
 
 
 class Event(NamedTuple):
@@ -25,7 +25,7 @@ class Event(NamedTuple):
 
 
 class Clock(NamedTuple):
-    """Seconds of wall time, of processor time of this process and of this thread, and queued for a processor."""
+    """Seconds of wall time, of processor time of this process and of this thread, and of queueing for a processor."""
 
     seconds: float
     busy: float
@@ -34,7 +34,7 @@ class Clock(NamedTuple):
 
     @classmethod
     def now(cls) -> Clock:
-        """Read all clocks; only differences of two readings mean anything."""
+        """Read all clocks; only the difference of two readings has a meaning."""
         return cls(time.perf_counter(), time.process_time(), time.thread_time(), queued())
 
     def until_now(self) -> Clock:
@@ -43,18 +43,18 @@ class Clock(NamedTuple):
 
 
 def queued() -> float:
-    """Seconds that this thread was runnable without a processor; 0 where the system does not tell (not Linux)."""
+    """Seconds that this thread was runnable without a processor; 0 if the system is not Linux."""
     path = Path("/proc/thread-self/schedstat")
     return int(path.read_text().split()[1]) / 1e9 if path.exists() else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Where the seconds of one rank's step went.
+    """The seconds of one rank's step by kind of work.
 
     ``products``: matrix products and attention. ``elementwise``: all other kernels of forward and backward.
     ``optimizer``: its whole step. ``dispatch``: the rest of the thread's processor time, which is Python, autograd and
-    compiled code. ``waiting``: the thread waited for other ranks. ``network``: processor time of gloo's threads.
+    compiled code. ``waiting``: the time that the thread waits for other ranks. ``network``: processor time of gloo.
     """
 
     products: float = 0.0
@@ -69,9 +69,9 @@ class Spent:
 
 
 def spent(events: Iterable[Event], profiled: Clock, timed: Sequence[Clock]) -> Spent:
-    """Where time went, from the events and the clock of one profiled step and the clocks of steps without profiler.
+    """The time by kind, from the events and clock of one profiled step and the clocks of steps without profiler.
 
-    Events are in wall time; the time queued for a processor is subtracted from all of them in proportion.
+    Events measure wall time; the time of queueing for a processor is subtracted from all of them in proportion.
     """
     nanoseconds = {"products": 0, "elementwise": 0, "optimizer": 0}
     for path, duration in own_times(events):
@@ -89,7 +89,7 @@ def spent(events: Iterable[Event], profiled: Clock, timed: Sequence[Clock]) -> S
 
 
 def _kind(path: Sequence[str]) -> str | None:
-    """The kind of the innermost of nested events, by their names; None for dispatch and waiting."""
+    """The kind of work of the innermost of nested events, by their names; None for dispatch and waiting."""
     if any(name.startswith(OPTIMIZER) for name in path):
         return "optimizer"
     namespace, _, op = path[-1].rpartition("::")
@@ -99,7 +99,7 @@ def _kind(path: Sequence[str]) -> str | None:
 
 
 def own_times(events: Iterable[Event]) -> list[tuple[tuple[str, ...], int]]:
-    """For each event, the names of the events around it and its own, and its time without the events within it."""
+    """For each event, the names of the enclosing events and its own, and its time without the events inside it."""
     found: list[tuple[tuple[str, ...], int]] = []
     around: list[tuple[int, int]] = []  # index in found, end
     for event in sorted(events, key=lambda each: (each.start, -each.duration)):

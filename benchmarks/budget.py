@@ -2,7 +2,7 @@
 
 Each row gets at least the fewest rounds that are meaningful. The remaining time is shared equally: a row continues
 until it has used its share or its ratio is known, and leaves the rest to later rows. If time is short, a row is left
-out when later rows of at least the same importance would not finish otherwise.
+out when it or later rows of at least the same importance would not finish otherwise.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from row import Row, is_ours
 
 AROUND = 12.0  # seconds before the first row and after the last: imports, processes, files
 STEP = {"tiny": 0.02, "small": 0.43, "medium": 2.5}  # seconds of a step, two ranks on two processors
-MAKING = {"tiny": 0.5, "small": 1.0, "medium": 2.2}  # seconds in which shardc compiles
-COMPILING = 30.0  # seconds in which Inductor compiles
-SLOWER = {"sequence": 1.2, "pipeline": 1.2, "expert": 1.2}  # a step relative to other plans
-FEWEST = {"tiny": 150, "small": 5, "medium": 5}  # rounds
-BESIDE = 50  # most rounds due to a row that is there for its bytes
-UNTIMED = 2  # steps of each way before the rounds
+MAKING = {"tiny": 0.5, "small": 1.0, "medium": 2.2}  # seconds that shardc takes to compile
+COMPILING = 30.0  # seconds that Inductor takes to compile
+SLOWER = {"sequence": 1.2, "pipeline": 1.2, "expert": 1.2}  # time of a step relative to other plans
+FEWEST = {"tiny": 150, "small": 5, "medium": 5}  # fewest rounds of a row
+BESIDE = 50  # the most that this number can be for a row that is run for its bytes
+UNTIMED = 2  # steps of each way that precede the rounds
 
 
 class Use(IntEnum):
-    """The purpose of a row, and its importance: a row yields to later rows of the same or greater importance."""
+    """The purpose of a row, and its importance: a row gives way to later rows of the same or greater importance."""
 
     IF_LEFT = 0  # no time is reserved
     BYTES = 1  # for bytes and memory: the fewest rounds
@@ -48,31 +48,31 @@ class Need:
     use: Use = Use.TIME
 
     def seconds(self, rounds: int) -> float:
-        """The seconds of the row with so many rounds."""
+        """The seconds that the row takes with this many rounds."""
         return self.fixed + rounds * self.round
 
     @property
     def least(self) -> float:
-        """The seconds of the row with the fewest rounds."""
+        """The seconds that the row takes with the fewest rounds."""
         return self.seconds(self.fewest)
 
 
 def need(row: Row, use: Use = Use.TIME, fewest: int | None = None) -> Need:
-    """An estimate for a row, from steps on two processors; the first rows of a run calibrate it."""
+    """An estimate of the time of a row, from steps on two processors; the first rows of a run calibrate it."""
     ranks, ours = row.job.ranks, sum(map(is_ours, row.names))
     step = STEP[row.size] * (1 + 0.15 * (ranks - 2)) * SLOWER.get(row.plan, 1.0)
     making = MAKING[row.size] * ranks / 2 * ours + ("compiled" in row.plan) * COMPILING * len(row.names)
-    beside = len(row.names) - ours - 1  # one device and the peers that are far behind
+    beside = len(row.names) - ours - 1  # one device, and the far slower peers
     fixed = making + step * (UNTIMED * len(row.names) + SCENE * beside)
     due = FEWEST[row.size] if use in LEVELLED else min(FEWEST[row.size], BESIDE)
     return Need(fixed, step * (ours + 1), due if fewest is None else fewest, use)
 
 
 class Budget:
-    """The seconds of all rows, in order.
+    """Divides the seconds of a run among its rows, in order.
 
-    State: ``_next``, the index of the current row; ``_start``, when it began; ``_taken``, seconds that finished rows
-    took, and ``_expected``, those that were estimated for them.
+    State: ``_next``, the index of the current row; ``_start``, when it began; ``_taken``, the seconds that
+    finished rows took; ``_expected``, the seconds that were estimated for them.
     """
 
     def __init__(self, seconds: float, needs: Sequence[Need], clock: Callable[[], float] = time.perf_counter) -> None:
@@ -91,7 +91,7 @@ class Budget:
         return self._end - self._clock()
 
     def share(self) -> float | None:
-        """The seconds of the next row; None to leave it out, since it or a more important one would not end in time.
+        """The seconds of the next row; None if it or a later row of the same importance or more would not end in time.
 
         The first row is never left out: it calibrates the estimates.
         """
@@ -106,18 +106,18 @@ class Budget:
         return level([self._least(each) for each in (own, *later) if each.use in (own.use, *LEVELLED)], rest)
 
     def note(self, rounds: int) -> None:
-        """Note that the current row has ended after so many rounds."""
+        """Record that the current row has ended after this many rounds."""
         self._taken += self._clock() - self._start
         self._expected += self._needs[self._next].seconds(rounds)
 
     def _least(self, *needs: Need) -> float:
-        """Seconds of their fewest rounds, at the speed of the finished rows."""
+        """Seconds that rows take with their fewest rounds, at the speed of the finished rows."""
         speed = self._taken / self._expected if self._expected else 1.0
         return speed * sum(each.least for each in needs)
 
 
 def level(least: Sequence[float], seconds: float) -> float:
-    """The equal share of rows that get more than their ``least`` of ``seconds`` in all; 0 if no row does."""
+    """The equal share of ``seconds`` that rows get after rows with a larger ``least``; 0 if no row is left."""
     rest = sorted(least)
     while rest and seconds < rest[-1] * len(rest):
         seconds -= rest.pop()

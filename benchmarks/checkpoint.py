@@ -1,4 +1,4 @@
-"""Seconds to save and to load 1 GB on two ranks, beside ``torch.distributed.checkpoint``, in one run.
+"""Seconds to save and to load 1 GB on two ranks, compared with ``torch.distributed.checkpoint`` in one run.
 
 ::
 
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def measure(folder: str, rounds: int, megabytes: int) -> dict[tuple[str, str], list[float]]:
-    """Seconds of the slowest rank, by library and task; one round of both after the other."""
+    """Seconds of the slowest rank in each round, by library and task; all tasks take turns."""
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",))
     model = nn.Module()
     for i in range(16):
@@ -69,7 +69,7 @@ def measure(folder: str, rounds: int, megabytes: int) -> dict[tuple[str, str], l
             begin = time.perf_counter()
             task(f"{folder}/{key[0]}")
             dist.barrier()
-            if number:  # the first one warms up
+            if number:  # the first round warms up
                 seconds[key].append(time.perf_counter() - begin)
         dist.barrier()
         if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""What the comparisons between ranks cost a training step: with all of them, without those of inputs, and with none.
+"""The cost of checks between ranks in a training step: with all checks, without those of inputs, and with none.
 
 ::
 
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def measure(plan: str, size: str, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each step on this rank, by way; the ways take turns, each first equally often."""
+    """Seconds of each step on this rank, by way; each way is equally often the first of a round."""
     job, data = Job(RANKS), batches(SIZES[size])
     steps: dict[str, Callable[[int], float]] = {}
     for way in WAYS:
@@ -60,7 +60,7 @@ def measure(plan: str, size: str, rounds: int) -> dict[str, list[float]]:
             dist.barrier()
             begin = time.perf_counter()
             steps[way](number)
-            if number > 1:  # the first ones compile
+            if number > 1:  # the first rounds compile
                 seconds[way].append(time.perf_counter() - begin)
     return seconds
 
@@ -70,15 +70,15 @@ def _step_of(trainer: Trainer, data: list[Any]) -> Callable[[int], float]:
 
 
 def _trainer(plan: str, size: str, job: Job, way: str) -> Trainer:
-    """A trainer of the plan that compares as ``way`` says."""
+    """A trainer of the plan with the checks that ``way`` names."""
     found = PLANS[plan]
     assert isinstance(found, Plan), plan
     options = {**found.options, "check": "always" if way == WAYS[0] else "never"}
     trainer = Plan(found.axis, found.annotations, options).trainer(new_model(SIZES[size]), job, SIZES[size])
     if way == WAYS[-1]:
         gate: Any = trainer.model.shardc.gate  # type: ignore[attr-defined]
-        gate.agreement = copy.copy(gate.agreement)  # other modules keep theirs
-        gate.agreement.exchange = lambda data, doing: [data] * RANKS  # this rank's message for those of all
+        gate.agreement = copy.copy(gate.agreement)  # so that other modules keep their exchange
+        gate.agreement.exchange = lambda data, doing: [data] * RANKS  # this rank's message stands for all messages
     return trainer
 
 

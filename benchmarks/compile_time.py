@@ -27,7 +27,7 @@ BATCH = {"input_ids": P(("dp", "tp")), "labels": P(("dp", "tp"))}
 
 
 def gpt2(layers: int) -> nn.Module:
-    """GPT-2 small with so many layers, on meta."""
+    """GPT-2 small with ``layers`` layers, on meta."""
     with torch.device("meta"):
         return GPT2LMHeadModel(GPT2Config(n_layer=layers)).train()
 
@@ -46,7 +46,7 @@ def seconds_of(model: nn.Module, ranks: int) -> tuple[float, int]:
 
 
 def report(name: str, annotations: Mapping[str, P]) -> None:
-    """Print the costs of GPT-2 small under a plan: compile time, bytes on the wire, repeated operations."""
+    """Print the costs of GPT-2 small under a plan: compile time, bytes on the wire, redundant operations."""
     begun = time.process_time()
     mesh = Mesh(dp=2, tp=4)
     full = compiled(gpt2(12), mesh, annotations, 16, 1024)
@@ -62,7 +62,7 @@ def report(name: str, annotations: Mapping[str, P]) -> None:
 
 
 def main() -> None:
-    """Print both."""
+    """Print the report of each plan, and the compile times of both mesh sizes."""
     report("batch over both axes", BATCH)
     report("batch over dp, Megatron over tp", DATA | MEGATRON | VOCABULARY)
     model = gpt2(2)

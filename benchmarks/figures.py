@@ -1,4 +1,4 @@
-"""The figures of a row, from the samples of all ranks, and whether they keep shardc's promises."""
+"""The figures of a row, computed from the samples of all ranks, and the verdicts on shardc's promises."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ours import PLANS
 from rounds import Ratio, ratio, ratio_apart
 from row import ONE_DEVICE, Row, is_ours
 
-TOLERANCE = 0.01  # relative, of bytes counted on the wire
+TOLERANCE = 0.01  # relative error of the bytes counted on the wire
 DRAW = 1.03  # the highest paired ratio that counts as a draw, if its interval contains 1
-ENOUGH = 5  # rounds for a verdict
+ENOUGH = 5  # rounds that a verdict needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +23,10 @@ class Figures:
     """The figures of one way to train in one row.
 
     ``seconds``: a step of the slowest rank. ``busy``: processor seconds of all ranks in a step, which other load on
-    the machine hardly changes. ``wire``: bytes a rank sends, the mean over ranks in the step with the fewest.
+    the machine hardly changes. ``wire``: bytes that a rank sends, the mean over ranks in the step with the fewest.
     ``multiple``: ``wire`` times ranks / (ranks - 1), in elements of the job's dtype per parameter (Psi).
-    ``persistent`` and ``peak``: bytes of the fullest rank. ``loss_difference``: the largest from one device's loss.
-    ``spent``: where rank 0 spent a step. ``samples``: seconds of a step by round.
+    ``persistent`` and ``peak``: bytes of the fullest rank. ``loss_difference``: the largest to one device's loss.
+    ``spent``: the time of rank 0 by kind of work. ``samples``: seconds of a step by round.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Figures:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is shardc."""
+        """Whether this is one of shardc's ways."""
         return is_ours(self.name)
 
 
@@ -92,7 +92,7 @@ def _of(
 
 
 def _to_device(row: Row, seconds: dict[int, float], device: dict[int, float]) -> Ratio:
-    """The ratio to one device: by rounds if it takes part in this row, else of medians."""
+    """The ratio to one device: by rounds if one device takes part in this row, else of medians."""
     if row.with_device:
         return ratio(seconds, device)
     return ratio_apart(list(seconds.values()), list(device.values()))
@@ -111,14 +111,14 @@ def _difference(ranks: Sequence[Sequence[float]], device: Sequence[float]) -> fl
 
 
 def is_fast(found: Ratio, limit: float) -> bool:
-    """Whether the ratio of medians is within the limit; if the limit is 1, a draw by rounds counts as well."""
+    """Whether the ratio of medians is within the limit; if the limit is 1, a draw by paired rounds counts as well."""
     return found.medians <= limit or (limit == 1.0 and found.paired <= DRAW and found.low <= 1.0)
 
 
 def is_small(each: Figures) -> bool | None:
     """Whether the bytes counted on the wire are those announced and within the plan's bound; None if unknown.
 
-    Headers and acknowledgements are counted as well: a thousandth for large messages, a hundredth for small ones.
+    Headers and acknowledgements are counted too: a thousandth of large messages, a hundredth of small ones.
     Below ten megabytes there is no verdict.
     """
     if each.wire is None or each.announced is None or each.multiple is None or each.announced < 10**7:
@@ -134,7 +134,7 @@ def is_held(each: Figures, limit: float) -> bool | None:
 
 
 def verdicts(row: Row, everyone: Sequence[Figures], with_profile: bool = False) -> list[str]:
-    """One line for each of shardc's ways in a row; if a peer is ahead or ``with_profile``, also where time goes."""
+    """One line for each of shardc's ways in a row; if a peer is ahead or ``with_profile``, also the time by kind."""
     lines: list[str] = []
     for each in everyone:
         if each.to_peer is None or each.peer is None:
@@ -169,7 +169,7 @@ def word(is_good: bool | None) -> str:
 
 
 def summary(found: Sequence[tuple[Row, Sequence[Figures]]]) -> str:
-    """How many verdicts hold, and which do not."""
+    """The number of verdicts that hold, and the rows whose verdicts do not."""
     ours = [(row, each) for row, everyone in found for each in everyone if each.is_ours]
     titles = [f"{row.plan} {row.title} ({each.name})" for row, each in ours]
     times = [is_held(each, row.ways.limit) for row, each in ours]
@@ -177,7 +177,7 @@ def summary(found: Sequence[tuple[Row, Sequence[Figures]]]) -> str:
 
 
 def _counted(titles: Sequence[str], are_good: Sequence[bool | None]) -> str:
-    """How many of the known verdicts are good, and the titles of the bad ones."""
+    """The number of known verdicts that are good, and the titles of the bad ones."""
     bad = [title for title, is_good in zip(titles, are_good, strict=True) if is_good is False]
     but = f"; does not: {', '.join(bad)}" if bad else ""
     return f"holds in {are_good.count(True)} of {len(are_good) - are_good.count(None)}{but}"

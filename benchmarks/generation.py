@@ -1,7 +1,7 @@
-"""Time a token of ``generate``: a parallel module beside plain eager, and beside transformers' own tensor parallelism.
+"""Time a token of ``generate``: a parallel module compared with plain eager, and with transformers' tensor parallelism.
 
-    python benchmarks/generation.py                                        # one virtual rank beside plain eager
-    torchrun --standalone --nproc-per-node 2 benchmarks/generation.py      # tp=2 beside tp_plan="auto"
+    python benchmarks/generation.py                                        # one virtual rank and plain eager
+    torchrun --standalone --nproc-per-node 2 benchmarks/generation.py      # tp=2 and tp_plan="auto"
 
 All generate the same 64 tokens with a two-layer Llama, in turn. Prints the medians, their ratio, whether the tokens are
 those of one device, and how many programs were compiled.
@@ -36,7 +36,7 @@ PLAN = {
 
 
 def main() -> None:
-    """Time both in turn and print a line."""
+    """Time both models in turn and print a line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=7)
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def _saved(hidden: int, is_job: bool) -> Path:
-    """A folder with the model, which the first rank writes."""
+    """Write the model into a new folder on the first rank; returns the folder on all ranks."""
     names = [tempfile.mkdtemp() if not is_job or dist.get_rank() == 0 else ""]
     if is_job:
         dist.broadcast_object_list(names)

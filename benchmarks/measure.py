@@ -1,6 +1,6 @@
 """One rank's measurements of a row: all ways to train live in the same processes and take their steps in turn.
 
-So a change of the machine's speed affects all of them, and a ratio compares steps taken at nearly the same time.
+A change of the machine's speed then affects all of them, and a ratio compares steps taken at nearly the same time.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from trainer import Trainer
 
 from shardc.runtime.comm.messages import sent_bytes
 
-COUNTED = 3  # rounds in which bytes are counted; the least is used, since the kernel may resend a message in one
+COUNTED = 3  # rounds in which bytes are counted; the least count is used, since the kernel may resend a message
 
 
 @dataclass(slots=True)
 class Report:
     """The measurements of one way to train on one rank.
 
-    ``parameters``: the model's number of them. ``first_seconds``: to build the model and take one step. ``steps``: time
+    ``parameters``: their number in the model. ``first_seconds``: to build the model and take one step. ``steps``: time
     of each step, by round. ``wire``: bytes that all ranks sent in a step, by reading. ``persistent``: bytes of live
-    tensors between backward and ``zero_grad``; ``peak``: the most within a step. ``collectives``: calls in a step.
-    ``spent``: where the time went.
+    tensors between backward and ``zero_grad``; ``peak``: the most bytes within a step. ``collectives``: calls in a
+    step. ``spent``: the time of a step by kind of work.
     """
 
     parameters: int = 0
@@ -62,7 +62,7 @@ class Runner:
         groups = self.trainer.optimizer.param_groups
         self.report.parameters = sum(each.numel() for group in groups for each in group["params"])
         self.takes_part = not self.trainer.alone or dist.get_rank() == 0
-        self._between = 0  # bytes that live between steps
+        self._between = 0  # bytes of tensors that live between steps
         self._weighed_step(start)
         self.report.announced = self.trainer.announced
         self._events, self._profiled = self._profiled_step()
@@ -103,12 +103,12 @@ class Runner:
         return clock
 
     def finished(self) -> Report:
-        """The report, completed by where the time went."""
+        """The report, with the time of a step by kind of work."""
         self.report.spent = spent(self._events, self._profiled, list(self.steps.values()))
         return self.report
 
     def _profiled_step(self) -> tuple[list[Event], Clock]:
-        """Profile the second step: count collectives, find the peak of memory; returns its events and its time."""
+        """Profile the second step: count collectives and find the peak memory; returns its events and its time."""
         dist.barrier()
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             clock = self.counted_step()
@@ -123,7 +123,7 @@ class Runner:
         return _of_step(events), clock
 
     def _weighed_step(self, start: float) -> None:
-        """Take the first step and weigh live tensors before and after ``zero_grad``; ``start``: when building began."""
+        """Take the first step, and count live bytes before and after ``zero_grad``. ``start``: when building began."""
         if self.takes_part:
             with threads(self.trainer):
                 self.report.losses.append(self.trainer.update(self._batches[0]))
@@ -131,12 +131,12 @@ class Runner:
             self.report.persistent = live_bytes()
             self.trainer.optimizer.zero_grad()
             self._between = live_bytes()
-            if self.trainer.settle is not None:  # as large as before, but no longer seen from Python
+            if self.trainer.settle is not None:  # the buckets keep their size, but Python no longer sees them
                 self.trainer.settle()
 
 
 def measure(row: Row, steps: Steps) -> dict[str, Report]:
-    """Measure all ways to train of a row on this rank; returns their reports by name."""
+    """Measure all ways to train in a row on this rank; returns their reports by name."""
     begun = time.perf_counter()
     runners = [Runner(row, name) for name in row.names]
     forget_objects()  # garbage collection skips the objects of the other runners
@@ -146,7 +146,7 @@ def measure(row: Row, steps: Steps) -> dict[str, Report]:
 
 
 def _of_step(events: Iterable[Any]) -> list[Event]:
-    """The events of the thread that took the step; none on a rank that took no part."""
+    """The events of the thread that took the step; empty on a rank that took no part."""
     step = next((event for event in events if event.name() == STEP), None)
     if step is None:
         return []
@@ -163,7 +163,7 @@ def _of_step(events: Iterable[Any]) -> list[Event]:
 
 @contextmanager
 def threads(trainer: Trainer) -> Iterator[None]:
-    """One thread for a rank, all processors for one device."""
+    """Let torch use one thread for a rank, and all processors for one device."""
     torch.set_num_threads(os.cpu_count() or 1 if trainer.alone else 1)
     try:
         yield
@@ -178,7 +178,7 @@ def forget_objects() -> None:
 
 
 def live_bytes() -> int:
-    """Bytes of live tensors that were made since ``forget_objects``."""
+    """Bytes of live tensors that were created since ``forget_objects``."""
     gc.collect()
     tensors = (x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter, nn.Buffer) and x.device.type != "meta")
     storages = (x.untyped_storage() for x in tensors)

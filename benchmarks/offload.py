@@ -1,16 +1,16 @@
-"""A GPT whose parameters, gradients and Adam states are many times the memory of its process, trained from files.
+"""Train a GPT from files: its parameters, gradients and Adam states take many times the memory of its process.
 
 ::
 
     python benchmarks/offload.py --limit 500 --times 6
 
-Two processes train a model with ``Zero(offload="parameters", to=FOLDER)`` under a limit of memory: in one the
-optimizer steps after backward, in the other while backward goes on (``shardc.step_in_backward``). One trains with the
-same plan in memory, and one in plain torch, without a limit. The limit holds for all private memory of the process
-(``RLIMIT_DATA``), torch itself included; as root under Linux also for the pages of files that it has in memory (a
-``memory`` cgroup). Printed are the losses, and for each way the seconds of its fastest step but the first, the bytes
-that this step reads from the disk and writes to it, and its private memory after the last step. ``bound``: the larger
-of the step in memory and of these bytes at the rates of the disk, which are measured at the end.
+Two processes train a model with ``Zero(offload="parameters", to=FOLDER)`` under a memory limit: in one the optimizer
+steps after backward, in the other during backward (``shardc.step_in_backward``). Two more train without a limit: one
+with the same plan in memory, one in plain torch. The limit holds for all private memory of the process
+(``RLIMIT_DATA``), including torch itself; as root under Linux also for the file pages that it has in memory (a
+``memory`` cgroup). Prints the losses, and for each way the seconds of its fastest step but the first, the bytes that
+this step reads from disk and writes to disk, and the private memory after the last step. ``bound``: the larger of the
+step in memory and of the time of these bytes at the rates of the disk, which are measured at the end.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ MB = 10**6
 CGROUPS = Path("/sys/fs/cgroup/memory")
 LAYER, STATES = 12, 16  # parameters of a layer by width squared; bytes of a parameter, its gradient and Adam's states
 POSITIONS, VOCABULARY = 128, 2048
-RATE = 512 * MB  # bytes by which the disk is measured
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": "131072"}  # else glibc keeps blocks that are free, as it finds them
+RATE = 512 * MB  # bytes of the file that measures the disk
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "131072"}  # else glibc raises this threshold, and keeps large free blocks
 
 
 def main() -> None:
-    """Train in both ways, and print what they took."""
+    """Train in every way, and print times, bytes and losses."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--limit", type=int, default=500, help="MB of memory of the process")
     parser.add_argument("--times", type=float, default=6, help="states of the model, in limits")
@@ -97,7 +97,7 @@ def main() -> None:
 
 
 def config(arguments: argparse.Namespace) -> Config:
-    """A model of about so many layers that its states are as many bytes as is asked."""
+    """A model whose states are about ``times`` limits of memory: the number of layers is chosen accordingly."""
     count = arguments.times * arguments.limit * MB / STATES - 2 * VOCABULARY * arguments.width
     layers = -(-count // (LAYER * arguments.width**2))
     return Config(
@@ -113,7 +113,7 @@ def batch(rows: int) -> tuple[Tensor, Tensor]:
 
 
 def _run(way: str, arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """A way in a process of its own."""
+    """Run a way in a process of its own; returns its measurements."""
     command = [sys.executable, __file__, "--way", way, "--folder", str(work)]
     command += [f"--{name}={getattr(arguments, name)}" for name in ("limit", "times", "width", "rows", "steps")]
     shown = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | MALLOC).stdout
@@ -122,7 +122,7 @@ def _run(way: str, arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
 
 
 def plain(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Plain torch."""
+    """Train in plain torch."""
     from safetensors.torch import load_file
 
     model = GPT(config(arguments))
@@ -131,7 +131,7 @@ def plain(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def planned(arguments: argparse.Namespace, in_files: bool, stepping: bool = False) -> dict[str, Any]:
-    """By a plan, from files under the limit or in memory. ``stepping``: the optimizer steps in backward."""
+    """Train with a plan, from files under the limit or in memory. ``stepping``: the optimizer steps in backward."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
     with torch.device("meta"):
@@ -149,7 +149,7 @@ def planned(arguments: argparse.Namespace, in_files: bool, stepping: bool = Fals
 
 
 def _train(model: nn.Module, steps: int, rows: int, stepping: bool = False) -> dict[str, Any]:
-    """The losses, the seconds of the fastest step but the first, and what a step reads and writes."""
+    """Train; returns the losses, and of the fastest step but the first the seconds and the bytes read and written."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     losses, seconds, moved = [], [], []
     for _ in range(steps):
@@ -171,20 +171,20 @@ def _train(model: nn.Module, steps: int, rows: int, stepping: bool = False) -> d
 
 
 def _moved() -> tuple[int, int]:
-    """Bytes that the process has read from the disk, and that were written to it."""
+    """Bytes that the process has read from the disk and has written to it."""
     lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(lines["read_bytes"]), int(lines["write_bytes"])
 
 
 def _private() -> int:
-    """Private bytes of the process now, those that ``RLIMIT_DATA`` counts."""
+    """The current private bytes of the process, as ``RLIMIT_DATA`` counts them."""
     lines = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":\t" in line)
     return 1024 * int(lines["VmData"].split()[0])
 
 
 @contextmanager
 def _limited(nbytes: int | None) -> Iterator[list[str]]:
-    """Limit the memory of this process, unless that is None; gives the names of the limits."""
+    """Limit the memory of this process unless ``nbytes`` is None; yields the names of the limits."""
     if nbytes is None:
         yield []
         return

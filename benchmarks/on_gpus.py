@@ -1,11 +1,11 @@
-"""What only GPUs show: every plan of the benchmark trains there as the plain model does, and its steps do not stall.
+"""On GPUs, check that every plan of the benchmark trains as the plain model does and that its steps do not stall.
 
     torchrun --standalone --nproc-per-node gpu benchmarks/on_gpus.py
 
-Each plan takes four steps beside the plain model on the same GPU. In the last one torch raises an error where the host
-waits for the device in forward or backward. The plans follow each other in one job: NCCL would hang if ranks started
-their collectives in different orders. On one GPU ranks are virtual, whose copies of a value are compared, so that the
-host waits. With ``--device cpu`` the job runs over gloo, which tries the script and not the device.
+Each plan and the plain model take four steps on the same GPU. In the last step torch raises an error if the host waits
+for the device in forward or backward. All plans run in one job: NCCL would hang if ranks started their collectives in
+different orders. On one GPU the ranks are virtual; their copies of a value are compared, so the host may wait, as it
+may where backward steps the optimizer. ``--device cpu`` tests only the script, over gloo.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FEEDBACK: dict[str, dict[str, Any]] = {
     "shardc dp topk": {"wire": {"dp": "topk:0.1"}},
     "shardc dp 1-bit Adam": {"wire": {"dp": "1bit"}, "momentum": Momentum(after=2)},
 }
-BELOW = {  # the tier below the device's memory
+BELOW = {  # state in host memory, the tier below the device's memory
     f"shardc zero3, {what} in host memory": Plan("dp", DATA, {"zero": Zero("dp", 3, offload=what)})
     for what in ("optimizer", "parameters")
 }
@@ -66,7 +66,7 @@ class VirtualJob(Job):
 
 
 def main() -> int:
-    """Run every plan; print how far its losses are from the plain model's. 1 where one is further than rounding."""
+    """Run every plan and print how far its losses are from the plain model's; returns 1 if one exceeds its bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", default="", help="plans whose name contains this")
@@ -93,7 +93,7 @@ def main() -> int:
 
 
 def difference(name: str, plan: Any, job: Job) -> float:
-    """How far the losses of a plan are from those of the plain model, relative to them."""
+    """The largest relative difference of a plan's losses from those of the plain model."""
     has_experts = name == "shardc ep"
     plain, model = (new_model(SIZE, has_experts).to(job.device) for _ in range(2))
     expected = losses(Trainer(plain, job.adamw(plain.parameters())), job.device)
@@ -103,7 +103,7 @@ def difference(name: str, plan: Any, job: Job) -> float:
 
 
 class Normed(nn.Module):
-    """A convolution and a batch norm; the language models of the other plans have none."""
+    """A convolution and a batch norm, which the language models of the other plans do not have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class Normed(nn.Module):
 
 
 def difference_of_norm(job: Job) -> float:
-    """How far the last loss of a model with a batch norm is from the plain model's, where ranks share the batch."""
+    """The relative difference of the last loss of a model with a batch norm and a cut batch from the plain model's."""
     torch.manual_seed(0)
     plain, x = Normed().to(job.device), torch.randn(16, 3, 16, 16).to(job.device)
     parallel = shardc.parallelize(deepcopy(plain), job.mesh("dp"), {"x": P("dp")})
@@ -133,7 +133,7 @@ def difference_of_norm(job: Job) -> float:
 
 
 def losses(trainer: Any, device: str, may_wait: bool = False, is_stepped: bool = False) -> list[float]:
-    """The loss of each step; unless it may, the host does not wait in the last one, the optimizer's step aside.
+    """The loss of each step. Unless ``may_wait``, the host must not wait in forward and backward of the last step.
 
     ``is_stepped``: backward steps the optimizer.
     """
@@ -151,7 +151,7 @@ def losses(trainer: Any, device: str, may_wait: bool = False, is_stepped: bool =
 
 @contextmanager
 def no_wait(device: str) -> Iterator[None]:
-    """In the block it is torch's error that the host waits for a GPU."""
+    """Within the block, torch raises an error if the host waits for a GPU."""
     if device == "cuda":
         torch.cuda.set_sync_debug_mode("error")
     try:

@@ -37,7 +37,7 @@ class Plan:
         """A trainer of the parallelized model."""
         example = tuple(batches(size, job.device, job.microbatches)[0][0])
         parallel = shardc.parallelize(model, job.mesh(self.axis), self.annotations, args=example, **self.options)
-        times = {"forward": job.microbatches}  # gradients are reduced, and parameters gathered, once a step
+        times = {"forward": job.microbatches}  # gradients are reduced and parameters gathered once a step
         announced = sum(each.wire_bytes * times.get(each.phase, 1) for each in parallel.program.collectives)
         return Trainer(parallel, job.adamw(parallel.parameters()), announced=announced)
 
@@ -50,12 +50,12 @@ class Piped:
     bound: float | None = None
 
     def trainer(self, model: Any, job: Job, size: Size) -> Trainer:
-        """A trainer of the model in one stage a rank."""
+        """A trainer of the model with one stage on each rank."""
         cuts = tuple(f"blocks.{rank * len(model.blocks) // job.ranks}" for rank in range(1, job.ranks))
         pipeline = Pipeline(microbatches=PIPED, schedule=self.schedule, cuts=cuts)
         example = tuple(batches(size, job.device)[0][0])
         parallel = shardc.parallelize(model, job.mesh("pp"), pipeline=pipeline, args=example)
-        announced = sum(each.wire_bytes * each.times for each in parallel.program.collectives)  # of all stages
+        announced = sum(each.wire_bytes * each.times for each in parallel.program.collectives)  # bytes of all stages
         return Trainer(parallel, job.adamw(parallel.parameters()), announced=announced // job.ranks)
 
 

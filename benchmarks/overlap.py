@@ -1,12 +1,12 @@
-"""Products in rings beside plain ones: a stack of layers whose positions ``tp`` cuts between products.
+"""Matrix products in rings compared with plain ones: layers whose positions ``tp`` cuts between products.
 
     python benchmarks/overlap.py                              # 2 ranks
-    python benchmarks/overlap.py --ranks 4 --mbit 2000        # over a network of so many Mbit/s (Linux, as root)
+    python benchmarks/overlap.py --ranks 4 --mbit 2000        # over a network of 2000 Mbit/s (Linux, as root)
     python benchmarks/overlap.py --positions 1024 --width 1024 --rounds 9
 
-Each layer is a norm and a gated MLP, forward and backward, batch 1. Both ways live in the same processes and take their
-steps in turn. Prints for each the median step of the slowest rank, the ratio of the plain step to it, the bytes that a
-rank sends beside those that its plan announces, and the largest error of loss and gradients beside the plain way.
+Each layer is a norm and a gated MLP; a step is forward and backward with batch 1. Both ways live in the same processes
+and take their steps in turn. Prints for each way the median step of the slowest rank, the ratio of the plain step to
+it, the bytes that a rank sends and that its plan announces, and the largest error relative to the plain way.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers; the same weights at every call."""
+    """Layers with the same weights at every call."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Model(nn.Module):
 
 @dataclass(slots=True)
 class Measured:
-    """One way, on this rank: the bytes that a rank sends by the plan, and by round its seconds and the bytes sent."""
+    """One way, on this rank: the bytes that its plan announces, and by round its seconds and the bytes of all ranks."""
 
     announced: int
     error: float = 0.0
@@ -126,7 +126,7 @@ def _step(module: Any, x: Tensor) -> list[Tensor]:
 
 
 def report(ranks: list[dict[str, Measured]]) -> str:
-    """A table with a row for each way, from what all ranks have found."""
+    """A table with a row for each way, from the measurements of all ranks."""
     slowest = {name: {i: max(rank[name].seconds[i] for rank in ranks) for i in ranks[0][name].seconds} for name in WAYS}
     rows = []
     for name, way in ranks[0].items():

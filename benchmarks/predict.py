@@ -1,4 +1,4 @@
-"""Predicted beside measured step time, for each of the benchmark's plans on this machine.
+"""Predicted and measured step time of each of the benchmark's plans on this machine.
 
     python benchmarks/predict.py                                  # small x2, all plans
     python benchmarks/predict.py --plans data tensor --rounds 15
@@ -41,7 +41,7 @@ WARM = 2  # steps that are not timed
 
 @dataclass(slots=True)
 class Plan:
-    """One of shardc's ways to train, on this rank, and the ``seconds`` of its steps by round."""
+    """One of shardc's ways to train on this rank, and the ``seconds`` of its steps by round."""
 
     name: str
     row: Row

@@ -1,4 +1,4 @@
-"""A share of the processors for each rank: one that waits leaves nothing to the others, as devices do not."""
+"""Gives each rank a fixed share of the processors: like a device, a rank that waits leaves no time to the others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def shares_left_behind() -> Iterator[None]:
 def take_share() -> None:
     """Limit this rank, and the threads that it starts, to its part of the processors of this machine.
 
-    Raises a RuntimeError where there are no control groups (Linux, as root).
+    Raises a RuntimeError if there are no control groups, which need Linux and root.
     """
     part = PERIOD * len(os.sched_getaffinity(0)) // dist.get_world_size()
     group = _parent() / f"{NAME}{dist.get_rank()}-{os.getppid()}"
@@ -41,7 +41,7 @@ def take_share() -> None:
 
 
 def _parent() -> Path:
-    """The folder of groups: of the controller ``cpu`` in version 1, of all in version 2."""
+    """The parent folder of the groups: that of the ``cpu`` controller in cgroup v1, the root in v2."""
     return ROOT / "cpu" if (ROOT / "cpu").is_dir() else ROOT
 
 

@@ -28,7 +28,7 @@ def markdown(found: Found) -> str:
 
 
 def brief(found: Found) -> str:
-    """One line for each of shardc's ways beside the fastest peer of its row: the table of the README."""
+    """One line for each of shardc's ways and the fastest peer of its row: the table of the README."""
     header = ("plan", "beside", "size", "step time", "(95 %)", "rounds", "MB sent", "theirs", "MB peak", "theirs")
     lines = [header, tuple("-" * 3 for _ in header)]
     for row, everyone in found:
@@ -88,7 +88,7 @@ def _settings(row: Row) -> dict[str, object]:
 
 
 def svg(found: Found) -> str:
-    """A bar for each way to train: step time as a multiple of one device's, with its interval."""
+    """A plot with a bar for each way to train: its step time as a multiple of one device's, with its interval."""
     bars: list[str] = []
     y = 20
     for row, everyone in found:

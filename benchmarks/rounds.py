@@ -1,4 +1,4 @@
-"""The rounds of a row, and the ratio of step times that they give.
+"""The rounds of a row, and the ratios of their step times.
 
 A row ends when the 95 % interval of its ratios is narrow enough or its time is over. Only the width of the interval
 counts, never the side of 1 on which it lies: stopping as soon as a result looks good would bias it. The width is
@@ -22,18 +22,18 @@ from breakdown import Clock
 from row import ONE_DEVICE, is_ours
 
 T = TypeVar("T")
-SCENE = 2  # rounds in which all take part; later ones are of shardc and its fastest peer
+SCENE = 2  # rounds in which all ways take part; later ones only time shardc and its fastest peer
 WITHIN = 0.015  # a ratio is known when its interval is this narrow to either side
-RESAMPLES = 2000  # of the bootstrap
-FIRST_LOOK = 10  # rounds before the first check; each further check is after a quarter more
+RESAMPLES = 2000  # samples of the bootstrap
+FIRST_LOOK = 10  # rounds before the first check; each later check comes after a quarter more
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
     """The number of rounds of a row: ``least`` to ``most``, as many as fit in ``seconds`` from the start of the row.
 
-    No round begins that would end after ``latest`` seconds. One step of each way is timed in a round. Two more steps
-    are not timed: the first, and a profiled one.
+    No round begins that would end after ``latest`` seconds. A round times one step of each way. Two more steps are not
+    timed: the first and a profiled one.
     """
 
     least: int = 5
@@ -56,7 +56,7 @@ class Runner(Protocol):
 
 
 def take_rounds(runners: Sequence[Runner], steps: Steps, begun: float) -> None:
-    """Take rounds until the ratios are known or time is over. Rank 0 decides for all ranks."""
+    """Take rounds until the ratios are known or the time is over. Rank 0 decides for all ranks."""
     clock, deciding = time.perf_counter, runners
     for i in range(steps.most):
         start = clock()
@@ -66,7 +66,7 @@ def take_rounds(runners: Sequence[Runner], steps: Steps, begun: float) -> None:
             deciding = _decisive(runners)
         if i + 1 < SCENE:
             continue
-        end = 2 * clock() - start - begun  # of another round
+        end = 2 * clock() - start - begun  # when another round would end
         are_enough = i + 1 >= steps.least
         is_known = are_enough and is_look(i + 1) and known(deciding)
         if _rank_zero_says(is_known or end > steps.latest or (are_enough and end > steps.seconds)):
@@ -74,7 +74,7 @@ def take_rounds(runners: Sequence[Runner], steps: Steps, begun: float) -> None:
 
 
 def everyone_first(runners: Sequence[T], i: int) -> list[T]:
-    """The runners in the order of round ``i``: each in turn begins a round."""
+    """The runners in the order of round ``i``; the first runner changes from round to round."""
     first = i % len(runners)
     return [*runners[first:], *runners[:first]]
 
@@ -92,9 +92,9 @@ def _looks() -> Iterator[int]:
 
 
 def known(deciding: Sequence[Runner]) -> bool:
-    """Whether all of shardc's ratios to the peer are known, by the slowest rank's steps; always False but on rank 0.
+    """Whether all ratios of shardc to the peer are known, by the steps of the slowest rank; False except on rank 0.
 
-    A collective call: all ranks must make it.
+    This is a collective call: all ranks must make it.
     """
     slowest = {runner.name: _slowest(runner.steps) for runner in deciding}
     theirs = next(times for name, times in slowest.items() if not is_ours(name))
@@ -110,7 +110,7 @@ def _slowest(steps: Mapping[int, Clock]) -> dict[int, float]:
 
 
 def _decisive(runners: Sequence[Runner]) -> list[Runner]:
-    """shardc, and the fastest peer by rank 0's clock."""
+    """The runners of shardc and of the fastest peer by rank 0's clock."""
     peers = [i for i, runner in enumerate(runners) if runner.name != ONE_DEVICE and not is_ours(runner.name)]
     best = {i: min(step.seconds for step in runners[i].steps.values()) for i in peers}
     fastest = _rank_zero_says(min(peers, key=lambda i: best[i]))
@@ -118,7 +118,7 @@ def _decisive(runners: Sequence[Runner]) -> list[Runner]:
 
 
 def _rank_zero_says(number: int) -> int:
-    """Its number, to all."""
+    """Broadcast the number of rank 0 to all ranks."""
     said = torch.tensor(number)
     dist.broadcast(said, 0)
     return int(said)
@@ -126,7 +126,7 @@ def _rank_zero_says(number: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """A ratio of step times: of the medians, and the median of the rounds' own ratios (``paired``).
+    """A ratio of step times: of the medians, and the median of the ratios of all rounds (``paired``).
 
     ``low`` and ``high`` bound the 95 % bootstrap interval of ``paired``. The steps of one round follow each other, so
     the speed of the machine hardly changes between them.
@@ -141,7 +141,7 @@ class Ratio:
         return f"{self.paired:.2f} ({self.low:.2f} to {self.high:.2f})"
 
     def is_within(self, part: float) -> bool:
-        """Whether the interval is at most this wide to either side, as a part of the ratio."""
+        """Whether the interval is at most this wide to either side, relative to the ratio."""
         return self.high - self.low <= 2 * part * self.paired
 
 

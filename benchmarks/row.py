@@ -1,4 +1,4 @@
-"""The rows of the benchmark: for each plan, the peers and shardc's ways that are compared."""
+"""The rows of the benchmark: for each plan, the peers and shardc's ways that it compares."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PEERS = {
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """The ways to train one model by one plan, and the highest ratio of shardc's step to the best peer's.
+    """The ways to train one model by one plan, and the highest allowed ratio of shardc's step to the best peer's.
 
     ``far``: peers that are known to be far slower.
     """
@@ -81,17 +81,17 @@ class Row:
 
     @property
     def title(self) -> str:
-        """``small x2``."""
+        """Size and number of ranks, as in ``small x2``."""
         return f"{self.size} x{self.job.ranks}"
 
     @property
     def ways(self) -> Ways:
-        """The ways that are compared."""
+        """The ways that the row compares."""
         return ROWS[self.plan]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all that take part: one device, the peers, shardc."""
+        """The names of all ways that take part: one device, the peers, shardc's ways."""
         device = (ONE_DEVICE,) if self.with_device else ()
         return (*device, *(self.ways.far if self.is_full else ()), *self.ways.names)
 
@@ -106,12 +106,12 @@ class Row:
         return self.size, self.ways.has_experts, self.ways.microbatches
 
     def trainer(self, name: str) -> Trainer:
-        """A trainer by its name, on this rank."""
+        """A trainer of the way with this name, on this rank."""
         job = replace(self.job, microbatches=self.ways.microbatches)
         return new_trainer(name, self._size, job, self.ways.has_experts)
 
     def batches(self) -> list[Tensor]:
-        """The batches that all train on."""
+        """The batches that all ways train on."""
         return batches(self._size, self.job.device, self.ways.microbatches)
 
     @property
@@ -120,11 +120,11 @@ class Row:
 
 
 def is_ours(name: str) -> bool:
-    """Whether a name is one of shardc's ways."""
+    """Whether a name is that of one of shardc's ways."""
     return name.startswith("shardc")
 
 
 def new_trainer(name: str, size: Size, job: Job, has_experts: bool = False) -> Trainer:
-    """A way to train, by its name, with a new model."""
+    """A trainer of the way with this name, with a new model."""
     model = new_model(size, has_experts).to(job.device, job.dtype)
     return PLANS[name].trainer(model, job, size) if name in PLANS else PEERS[name](model, job)

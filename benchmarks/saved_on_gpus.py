@@ -1,11 +1,11 @@
-"""What is saved for backward, on a GPU: on the device, in host memory, or computed again.
+"""Activations saved for backward on a GPU: kept on the device, kept in host memory, or recomputed.
 
     python benchmarks/saved_on_gpus.py --layers 12 --width 1024
 
-A GPT takes steps in float32 and in bfloat16, on one GPU. Prints for each way the median step, the peak of allocated
-memory beside the one that the ledger announces, and how far gradients are from those of values saved on the device, as
-parts of the largest one. Exits with 1 where that is more than rounding: kernels of attention add up gradients in any
-order. ``--device cpu`` tries the script and not the device.
+A GPT takes steps in float32 and in bfloat16 on one GPU. Prints for each way the median step, the peak of allocated
+memory and the one that the ledger announces, and the largest difference of gradients from those of values saved on the
+device, relative to the largest gradient. Exits with 1 if that exceeds rounding: attention kernels sum gradients in any
+order. ``--device cpu`` tests only the script.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from shardc import Mesh, Precision, Remat
 from shardc.language.text import table
 
 PRECISIONS = {"float32": None, "bfloat16": Precision(compute=torch.bfloat16)}
-FAR = {"float32": 1e-4, "bfloat16": 3e-2}  # gradients of two runs
+FAR = {"float32": 1e-4, "bfloat16": 3e-2}  # largest allowed difference between the gradients of two runs
 STEPS, HEAD = 6, 64
 
 
 def ways(layers: int) -> dict[str, dict[str, Any]]:
-    """Options by the name of a way; the last block's values are read right after they are saved."""
+    """Options by the name of a way; backward reads the values of the last block right after they are saved."""
     return {
         "on the device": {},
         "in host memory": {"saved": {"blocks.*": "host", f"blocks.{layers - 1}*": None}},
@@ -43,7 +43,7 @@ def ways(layers: int) -> dict[str, dict[str, Any]]:
 
 
 class Run:
-    """Steps of a new GPT. ``gradients``: of the first; ``row``: of the table."""
+    """Steps of a new GPT. ``gradients``: those of the first step. ``row``: its cells of the table."""
 
     def __init__(self, config: Config, batch: int, device: str, options: dict[str, Any]) -> None:
         torch.manual_seed(0)
@@ -66,14 +66,14 @@ class Run:
         self.row = f"{1e3 * median(seconds[2:]):.1f}", *gigabytes
 
     def distance(self, other: Run) -> float:
-        """The largest difference of a gradient from another's, as a part of the largest gradient."""
+        """The largest difference of a gradient from that of another run, relative to the largest gradient."""
         largest = max(float(each.abs().max()) for each in other.gradients)
         pairs = zip(self.gradients, other.gradients, strict=True)
         return max(float((one - two).abs().max()) for one, two in pairs) / largest
 
 
 def _synchronize(device: str) -> int:
-    """Wait for a GPU; the peak of its memory since the last time."""
+    """Wait for a GPU; returns the peak of its memory since the last call."""
     if device != "cuda":
         return 0
     torch.cuda.synchronize()
@@ -83,7 +83,7 @@ def _synchronize(device: str) -> int:
 
 
 def main() -> int:
-    """Take steps in every way, and print a table."""
+    """Take steps in every way, and print a table; returns 1 if gradients differ by more than rounding."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     for name, default in (("layers", 4), ("width", 1024), ("context", 1024), ("batch", 16)):

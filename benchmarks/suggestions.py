@@ -1,14 +1,14 @@
-"""Suggested plans beside plans by hand: predicted and measured step time of all, on the links of this machine.
+"""Suggested plans compared with handwritten plans: predicted and measured step time on the links of this machine.
 
     python benchmarks/suggestions.py                              # small, medium and experts on four ranks
     python benchmarks/suggestions.py --models small --mbit 200    # a link of 200 Mbit/s for each rank (Linux, as root)
     python benchmarks/suggestions.py --share                      # no rank computes faster while others wait (as root)
 
 Measures links and processors as ``shardc bench-links`` does, asks ``shardc.suggest`` for the best plans, and trains
-with each of them and with each plan by hand, all in the same processes and in turn. Two verdicts a model: whether
-the fastest plan, or one that does not differ from it, is among the first two by prediction, and whether the first
-suggestion is within 5 % of the fastest. Two plans do not differ where the 95 % interval of their paired ratio holds 1.
-Exits with 1 where one of them is no.
+with each suggested and each handwritten plan, in turn and in the same processes. Prints two verdicts for each model:
+whether the fastest plan, or one that does not differ from it, is among the first two by prediction, and whether the
+first suggestion is within 5 % of the fastest plan. Two plans do not differ if the 95 % interval of their paired ratio
+contains 1. Exits with 1 if a verdict is no.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from shardc.runtime.comm.launch import Workers
 from shardc.runtime.measure.links import UNNAMED, bench_links
 
 WARM = 1  # steps that are not timed
-WITHIN = 0.05  # of the fastest plan, as the first suggestion should be
-FIRST = 2  # plans by prediction, among which the fastest should be
+WITHIN = 0.05  # how much slower than the fastest plan the first suggestion may be
+FIRST = 2  # the fastest plan should be among this many by prediction
 MODELS = {
     "tiny": ("tiny", False),
     "small": ("small", False),
@@ -59,7 +59,7 @@ MODELS = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A plan that is run: sizes of mesh axes by name, annotations, and further options of ``parallelize``."""
+    """A plan to run: sizes of mesh axes by name, annotations, and further options of ``parallelize``."""
 
     name: str
     axes: Mapping[str, int]
@@ -68,7 +68,7 @@ class Plan:
 
     @property
     def text(self) -> str:
-        """Mesh, annotations and options in short."""
+        """Mesh, options and annotations in short."""
         options = [str(each) for each in self.options.values() if each is not None]
         cuts = [f"{name} {spec!r}" for name, spec in self.annotations.items()]
         return "; ".join([" ".join(f"{name}={size}" for name, size in self.axes.items()), *options, *cuts])
@@ -76,7 +76,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """A plan, and what the compiler predicts for a step of it."""
+    """A plan, and the compiler's prediction of its step time and peak memory."""
 
     plan: Plan
     seconds: float
@@ -115,7 +115,7 @@ def suggested(found: Sequence[shardc.Suggestion]) -> list[Plan]:
 
 
 def predicted(plan: Plan, model: str, machine: Machine) -> Predicted:
-    """The plan with the step time of its compiled program on this machine."""
+    """The plan with the predicted step time of its compiled program on this machine."""
     size, has_experts = MODELS[model]
     program = shardc.compile(
         new_model(SIZES[size], has_experts), Mesh(device_ids=None, **plan.axes), plan.annotations,
@@ -190,7 +190,7 @@ def _table(plans: Sequence[Predicted], seconds: Mapping[str, Sequence[float]], r
 
 
 def _verdicts(plans: Sequence[Predicted], fastest: str, ratios: Mapping[str, Ratio]) -> bool:
-    order = sorted({round(each.seconds, 6) for each in plans})  # a plan may be there twice
+    order = sorted({round(each.seconds, 6) for each in plans})  # a suggestion may equal a handwritten plan
     places = {each.plan.name: order.index(round(each.seconds, 6)) + 1 for each in plans}
     as_fast = min((name for name, each in ratios.items() if each.low <= 1), key=lambda name: places[name])
     first = ratios["suggestion 1"].paired - 1

@@ -1,4 +1,4 @@
-"""A link of its own for each rank: ranks on one host behind a switch, as hosts of a cluster are."""
+"""Gives each rank on one host a link of its own to a switch, like the hosts of a cluster."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NEW_NETWORK = 0x40000000  # CLONE_NEWNET; ``os.unshare`` is in Python 3.12 and l
 
 @contextmanager
 def switch(mbit: int | None) -> Iterator[None]:
-    """A network for processes started in the block; if ``mbit`` is given, with a switch into which they ``plug_in``."""
+    """A network for processes started in the block; if ``mbit`` is given, with a switch that they ``plug_in`` to."""
     with private_network(is_needed=mbit is not None):
         if mbit is not None:
             _ip("link", "add", BRIDGE, "type", "bridge")
@@ -30,7 +30,7 @@ def switch(mbit: int | None) -> Iterator[None]:
 def plug_in(mbit: int, directory: str) -> None:
     """Move this rank to a network whose only link leads to the switch, ``mbit`` Mbit/s in each direction.
 
-    The process group is made anew over that link; ``directory`` is an empty one, the same on all ranks.
+    The process group is created again over that link. ``directory``: an empty one, the same on all ranks.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()

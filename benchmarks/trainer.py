@@ -1,4 +1,4 @@
-"""What every row of the benchmark trains: model sizes, batches, and one way to take a training step."""
+"""What all rows of the benchmark share: model sizes, batches, and the training step."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ SIZES = {
 }
 NUM_BATCHES = 4
 NUM_EXPERTS = 8
-PIPED = 8  # microbatches that a pipeline cuts a batch in: a row each
+PIPED = 8  # microbatches that a pipeline cuts a batch into: a row each
 
 
 def new_model(size: Size, has_experts: bool = False, seed: int = 0) -> nn.Module:
-    """A GPT, with the same weights at every call; with experts in every other block if it ``has_experts`` (GShard)."""
+    """A GPT with the same weights at every call; if it ``has_experts``, every other block has them (GShard)."""
     torch.manual_seed(seed)
     model = GPT(size.config)
     for block in list(model.blocks)[1::2] if has_experts else ():
@@ -91,7 +91,7 @@ Feed = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def whole(ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The global batch: every rank takes all of it."""
+    """The whole global batch, which every rank takes."""
     return ids, targets
 
 
@@ -105,9 +105,9 @@ def own_rows(ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 class Trainer:
     """A model, its optimizer, and how to take a training step.
 
-    ``feed`` picks this rank's part of the batch. ``around`` is a context for forward and backward, ``unsynced`` a
-    further one for all microbatches but the last. ``after_backward`` reduces gradients that the plan does not reduce
-    by itself. ``announced``: the bytes a rank sends in a step according to the plan, if it predicts them. ``alone``:
+    ``feed`` picks this rank's part of the batch. ``around`` is a context for forward and backward, ``unsynced`` another
+    context for all microbatches but the last. ``after_backward`` reduces gradients that the plan does not reduce by
+    itself. ``announced``: the bytes that a rank sends in a step according to the plan, if it predicts them. ``alone``:
     the model trains on rank 0 only, with all processors. ``settle`` does the work that the peer itself would do once,
     at the start of its second step.
     """

@@ -1,19 +1,19 @@
-"""Memory, bytes and seconds of a rank that loads a folder of transformers into a model on meta, beside torch's ways.
+"""Memory, bytes and seconds of a rank that loads a transformers folder into a model on meta: shardc and torch's ways.
 
 ::
 
     python benchmarks/weights.py --rounds 5
 
-Every way loads in processes of its own, on ranks that have joined a job and have loaded a tiny model, so that all code
-is there; ``once`` is what that took. Then a rank loads the model and writes to every parameter, as an optimizer's step
-does: until then some ways leave parameters in the memory map of a file. Columns in MB, of the rank that has the most:
+Every way loads in its own processes, on ranks that have joined a job and have loaded a tiny model, so that all code is
+loaded; ``once`` is the memory that this takes. Then a rank loads the model and writes to every parameter, as an
+optimizer does: until then some ways leave parameters in the memory map of a file. Columns in MB, of the largest rank:
 
-- ``peak``: the most that the process has in memory beyond what it had before, by the kernel's high-water mark
-  (``VmHWM``). Pages of mapped files count, though they are the page cache's and can be taken away. ``anonymous`` and
-  ``file`` are the most of each kind (``RssAnon``, ``RssFile``), as a thread sees that looks every 2 ms.
-- ``bound``: what the rank stores and 1.2 times the largest tensor.
-- ``disk``: what all ranks together read from the disk, the page cache being empty; ``read``: what a rank asks for by
-  ``read``, and not through a memory map.
+- ``peak``: the most memory of the process beyond what it had before, by the kernel's high-water mark (``VmHWM``). It
+  counts pages of mapped files, though these belong to the page cache and can be evicted. ``anonymous`` and ``file``:
+  the most memory of each kind (``RssAnon``, ``RssFile``), sampled by a thread every 2 ms.
+- ``bound``: the bytes that the rank stores, and 1.2 times the largest tensor.
+- ``disk``: bytes that all ranks together read from the disk, starting with an empty page cache. ``read``: bytes that a
+  rank reads by calls of ``read``, without memory maps.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def round_of(work: Path, way: str) -> dict[str, float]:
-    """The figures of a way: of the rank that has the most, and ``disk`` of all together."""
+    """The figures of a way: each from the rank with the most, and ``disk`` the sum over ranks."""
     for path in work.glob("model/*"):
         forget(path)
     ranks = launch(measure, RANKS, str(work), way, timeout=600)
@@ -84,7 +84,7 @@ def round_of(work: Path, way: str) -> dict[str, float]:
 
 
 def forget(path: Path) -> None:
-    """Take a file out of the page cache."""
+    """Evict a file from the page cache."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -109,7 +109,7 @@ def print_table(rows: dict[str, list[dict[str, float]]]) -> None:
 
 
 def measure(work: str, way: str) -> dict[str, float]:
-    """What this rank takes to load a model."""
+    """Seconds, memory and bytes that this rank takes to load a model."""
     torch.set_num_threads(1)
     load, folder = WAYS[way], Path(work)
     alone = settled()
@@ -138,21 +138,21 @@ def measure(work: str, way: str) -> dict[str, float]:
 
 
 def settled() -> dict[str, int]:
-    """``memory`` once what is free has gone back to the kernel."""
+    """``memory`` after all free memory has been returned to the kernel."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return memory()
 
 
 def memory() -> dict[str, int]:
-    """Bytes of this process in memory, by the kernel's names."""
+    """Bytes of memory of this process, by the kernel's names."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return {name: int(text.split()[0]) * 1024 for name, _, text in (line.partition(":") for line in lines)
             if name in ("VmHWM", "VmRSS", "RssAnon", "RssFile")}  # fmt: skip
 
 
 def counters() -> dict[str, int]:
-    """Bytes that this process has read, by the kernel's names."""
+    """Counters of the bytes that this process has read and written, by the kernel's names."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return {name: int(text) for name, _, text in (line.partition(":") for line in lines)}
 
@@ -181,7 +181,7 @@ class Watch:
 
 
 def check(model: nn.Module, folder: Path) -> None:
-    """Compare some of this rank's parameters with the folder's."""
+    """Compare some of the parameters with those of the folder."""
     places = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     for name, each in list(model.named_parameters())[::7]:
         with safe_open(folder / places[name], "pt") as file:
@@ -203,13 +203,13 @@ def skeleton(folder: Path) -> nn.Module:
 
 
 def by_shardc(folder: Path) -> nn.Module:
-    """ZeRO 3, compiled for a batch."""
+    """Load by shardc with ZeRO 3, compiled for a batch."""
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",))
     return shardc.parallelize(skeleton(folder), mesh, PLAN, kwargs=batch(), zero=Zero("dp", 3), weights=folder)
 
 
 def by_compile(folder: Path) -> nn.Module:
-    """The compilation that is part of the former, without weights."""
+    """Only compile as ``by_shardc`` does, without weights."""
     model = skeleton(folder)
     model.program = [shardc.compile(model, Mesh(dp=RANKS), PLAN, kwargs=batch(), zero=Zero("dp", 3))]  # type: ignore
     return model
@@ -222,7 +222,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def by_fsdp(folder: Path) -> nn.Module:
-    """FSDP2: the first rank reads the model whole and sends it."""
+    """Load by FSDP2: the first rank reads the whole model and sends it."""
     model = skeleton(folder)
     for layer in model.get_submodule("model.layers").children():
         fully_shard(layer)
@@ -235,7 +235,7 @@ def by_fsdp(folder: Path) -> nn.Module:
 
 
 def by_transformers(**sizes: Any) -> Callable[[Path], nn.Module]:
-    """``from_pretrained`` with a plan of transformers' own."""
+    """A function that loads by ``from_pretrained`` with a plan of transformers."""
 
     def load(folder: Path) -> nn.Module:
         config = DistributedConfig(**sizes)

@@ -1,16 +1,16 @@
-"""Data parallelism and ZeRO 3 whose collectives send codes (``wire=``), beside DDP with torch's own hooks.
+"""Data parallelism and ZeRO 3 whose collectives send codes (``wire=``), compared with DDP with torch's hooks.
 
     python benchmarks/wire.py --size medium --mbit 200            # the time and the bytes of a step
     python benchmarks/wire.py --size small --train 300            # the loss that training reaches
     python benchmarks/wire.py --size small --mbit 200 --train 300 # both, and the seconds to that loss
 
-For steps, all ways live in the same processes and take theirs in turn. Prints for each way the median step of the
-slowest rank, the ratio of shardc's step without codes to it, the bytes that a rank sends beside those that its plan
-announces, and what part they are of those without codes. DDP is compared with shardc's data parallelism.
+To time steps, all ways live in the same processes and take steps in turn. Prints for each way the median step of the
+slowest rank, the ratio of shardc's step without codes to it, the bytes that a rank sends and those that its plan
+announces, and their ratio to the bytes without codes. DDP is compared with shardc's data parallelism.
 
-For losses, a GPT is trained on the source text of shardc, byte by byte, in one way after the other, from the same
-weights and on the same batches. The network is not limited then. Prints the mean loss of the last steps, and the mean
-of its ratios to that without codes, with the least and the largest where there are several ``--seeds``.
+To measure losses, a GPT is trained on the source text of shardc, byte by byte, in one way after the other, from the
+same weights and on the same batches, without a limit of the network. Prints the mean loss of the last steps, and the
+mean of its ratios to the loss without codes, with the least and the largest if there are several ``--seeds``.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ from shardc.runtime.comm.launch import Workers
 from shardc.runtime.comm.messages import sent_bytes
 
 ROOT = Path(__file__).parent.parent
-VOCABULARY = 256  # of bytes
+VOCABULARY = 256  # a token is a byte
 WHOLE = 1 << 20  # MB, more than all gradients
 LAST = 20  # steps whose mean loss is printed
-UNCOMPRESSED = 2  # first steps of PowerSGD, the fewest that torch allows
+UNCOMPRESSED = 2  # the first steps of PowerSGD, the fewest that torch allows
 
 
 @dataclass(frozen=True, slots=True)
 class Hooked:
-    """DDP, with a hook that reduces its gradients and a maker of the hook's state.
+    """DDP with a hook that reduces its gradients, and a function that makes the hook's state.
 
-    ``bucket``: its size in MB. PowerSGD has one bucket for all gradients: its hook sends from callbacks, whose order
-    can differ between ranks where there are several buckets, and then gloo ends the process.
+    ``bucket``: its size in MB. PowerSGD has one bucket for all gradients: its hook sends from callbacks. With several
+    buckets their order can differ between ranks, and then gloo ends the process.
     """
 
     hook: Callable[[Any, Any], Future[Tensor]] | None = None
@@ -78,7 +78,7 @@ class Hooked:
 ZERO = {"zero": Zero("dp", 3)}
 FROZEN = Momentum(after=100, before={"dp": "int8"})  # 1-bit Adam
 RENEWED = Momentum(after=40, every=8, before={"dp": "int8"})
-POWER = partial(powerSGD_hook.PowerSGDState, None, start_powerSGD_iter=UNCOMPRESSED)  # torch's settings for the rest
+POWER = partial(powerSGD_hook.PowerSGDState, None, start_powerSGD_iter=UNCOMPRESSED)  # all else as torch sets it
 WAYS: dict[str, Plan | Hooked] = {
     "dp": Plan("dp", DATA),
     "dp bf16": Plan("dp", DATA, {"wire": {"dp": "bf16"}}),
@@ -107,11 +107,11 @@ WAYS: dict[str, Plan | Hooked] = {
 
 @dataclass(slots=True)
 class Measured:
-    """One way, on this rank.
+    """The measurements of one way on this rank.
 
-    ``announced``: bytes that a rank sends in a step according to the plan. By round, ``seconds``, and ``sent`` bytes of
-    a rank. ``losses``: by seed the mean of the last steps of training. ``failed``: the first line of the error of a way
-    that cannot run.
+    ``announced``: bytes that a rank sends in a step according to the plan. ``seconds`` and ``sent``: the time and the
+    bytes of a rank, by round. ``losses``: the mean loss of the last steps of training, by seed. ``failed``: the first
+    line of the error of a way that cannot run.
     """
 
     announced: int | None = None
@@ -122,11 +122,11 @@ class Measured:
 
     @property
     def mean_sent(self) -> float:
-        """The bytes of a rank in a step."""
+        """The mean of the bytes that a rank sends in a step."""
         return fmean(self.sent)
 
     def timed_step(self, number: int, trainer: Trainer, batch: Tensor) -> None:
-        """Take the step of a round, which all ranks begin together, and count what they send, headers included."""
+        """Take the step of a round, which all ranks begin together, and count the bytes they send, headers included."""
         dist.barrier()
         before = sent_bytes()
         dist.barrier()
@@ -143,7 +143,7 @@ Found = Mapping[str, Measured]
 
 
 def measure(size: Size, names: Sequence[str], rounds: int) -> Found:
-    """Measure the steps of all ways of these names, on this rank."""
+    """Measure the steps of the ways with these names, on this rank."""
     found, trainers, data = {name: Measured() for name in names}, dict[str, Trainer](), batches(size)
     for name, way in found.items():
         is_ours = isinstance(WAYS[name], Plan)
@@ -160,7 +160,7 @@ def measure(size: Size, names: Sequence[str], rounds: int) -> Found:
 
 
 def train(size: Size, names: Sequence[str], steps: int, text: bytes, seeds: int) -> Found:
-    """Train in all ways of these names, one after the other, on this rank, from ``seeds`` initial weights."""
+    """Train in the ways with these names, one after the other, on this rank, from ``seeds`` initial weights."""
     found = {name: Measured() for name in names}
     for seed, (name, way) in product(range(seeds), found.items()):
         with _reported(way):
@@ -173,7 +173,7 @@ def train(size: Size, names: Sequence[str], steps: int, text: bytes, seeds: int)
 
 
 def text_batches(size: Size, steps: int, text: bytes, seed: int) -> Iterator[Tensor]:
-    """A batch for each step, of windows of the text: bytes and those that follow them, ``[1, 2, row, token]``."""
+    """A batch of windows of the text for each step: bytes, and the bytes that follow them, ``[1, 2, row, token]``."""
     random, numbers = torch.Generator().manual_seed(1 + seed), torch.tensor(list(text))
     window = torch.arange(size.config.context + 1)
     for _ in range(steps):
@@ -188,7 +188,7 @@ def source_text() -> bytes:
 
 
 def steps_report(ranks: Sequence[Found]) -> str:
-    """A table of steps with a row for each way, from what all ranks have found."""
+    """A table of steps with a row for each way, from the measurements of all ranks."""
     rows, seconds, plans = [], slowest(ranks), ranks[0]
     for name, way in plans.items():
         step, sent, announced, off, beside, part = [""] * 6
@@ -205,7 +205,7 @@ def steps_report(ranks: Sequence[Found]) -> str:
 
 
 def losses_report(ranks: Sequence[Found], took: Mapping[str, float]) -> str:
-    """A table of losses with a row for each way; ``took``: the seconds of training, where steps were timed."""
+    """A table of losses with a row for each way; ``took``: the seconds of training, if steps were timed."""
     rows = []
     losses = {name: _of_ranks([rank[name].losses for rank in ranks]) for name in ranks[0]}
     for name, way in ranks[0].items():
@@ -219,7 +219,7 @@ def losses_report(ranks: Sequence[Found], took: Mapping[str, float]) -> str:
 
 
 def _of_ranks(losses: Sequence[Sequence[float]]) -> list[float]:
-    """For each seed the mean over ranks."""
+    """The mean over ranks, by seed."""
     return [fmean(each) for each in zip(*losses, strict=True)]
 
 
@@ -230,7 +230,7 @@ def slowest(ranks: Sequence[Found]) -> dict[str, dict[int, float]]:
 
 
 def uncompressed(name: str) -> str:
-    """shardc's way of the same plan that sends values as they are."""
+    """The name of shardc's way with the same plan and without codes."""
     return "zero3" if name.startswith("zero3") else "dp"
 
 
@@ -241,7 +241,7 @@ def _trainer(name: str, size: Size, seed: int = 0) -> Trainer:
 
 @contextmanager
 def _reported(way: Measured) -> Iterator[None]:
-    """Note an error in the block as that of the way; all ranks have it."""
+    """Record an error in the block as that of the way; it must occur on all ranks."""
     try:
         yield
     except (AssertionError, RuntimeError, TypeError) as error:

@@ -3,13 +3,13 @@
     python benchmarks/zero_table.py
 
 The first table has GB a rank (10**9 bytes) of parameters, gradients and Adam's states, as ``shardc dump`` announces
-them, by model size and number of data parallel ranks. Numbers are by the paper's accounting, with all but the
-optimizer's states in bfloat16; in brackets, with gradients reduced and kept in float32, which is shardc's default.
-Nothing is allocated. A model's size is met within a thousandth, and memory is scaled by the rest.
+them, by model size and number of data parallel ranks. Numbers follow the paper's accounting, with all but the
+optimizer's states in bfloat16; in brackets, gradients are reduced and kept in float32, which is shardc's default.
+Nothing is allocated. A model has the stated size within a thousandth, and its memory is scaled to the exact size.
 
-The second table is for a GPT of half a billion parameters on four ranks: bytes per parameter of the same between steps,
-and the peak within a step, which includes gathered parameters and gradients before their reduction. The last column is
-the size of one layer.
+The second table is for a GPT of half a billion parameters on four ranks: bytes per parameter of these states between
+steps, and at their peak within a step, with gathered parameters and gradients before their reduction. The last column
+is the size of the largest layer.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class Matrices(nn.Module):
         self.layers = nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in pairwise(widths(size))))
 
     def forward(self, x: Tensor) -> Tensor:
-        """A number."""
+        """The mean of squares of the result."""
         y: Tensor = self.layers(x)
         return y.float().square().mean()
 
 
 def widths(size: int) -> Iterator[int]:
-    """Widths of matrices with so many elements in all, or a thousandth more: three squares and the rest."""
+    """Widths of matrices with ``size`` elements in all, or a thousandth more: three squares and the rest."""
     step = RANKS[-1]
     width = int((size / 3) ** 0.5) // step * step
     yield from [width] * 4
@@ -65,7 +65,7 @@ def widths(size: int) -> Iterator[int]:
 
 
 def held(size: int, ranks: int, stage: int | None, precision: Precision) -> float:
-    """GB of a rank between steps, for a model of that size, to three digits."""
+    """GB of a rank between steps for a model of this size, rounded to three digits."""
     with torch.device("meta"):
         model = Matrices(size)
     x = torch.empty(ranks, next(model.parameters()).shape[1], device="meta")
@@ -76,13 +76,13 @@ def held(size: int, ranks: int, stage: int | None, precision: Precision) -> floa
 
 
 def largest_layer(model: GPT) -> int:
-    """Bytes of the parameters of the largest layer: a block, or a module beside the blocks."""
+    """Bytes of the parameters of the largest layer: a block, or a module outside the blocks."""
     layers: list[nn.Module] = [*model.blocks, *(each for name, each in model.named_children() if name != "blocks")]
     return max(sum(parameter.nbytes for parameter in layer.parameters()) for layer in layers)
 
 
 def most_states(program: Program) -> int:
-    """The most bytes at a time of gathered parameters, and of gradients before and after their reductions."""
+    """The peak of the bytes of gathered parameters and of gradients before and after their reductions."""
     ends = zip(program.outputs, program.results, strict=True)
     gradients = {program.value(node) for output, node in ends if output.kind == "gradient" and node is not None}
     backward = [node for node in program.calls if program.source(node).phase == "backward"]

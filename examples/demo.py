@@ -1,4 +1,4 @@
-"""Trains a character-level GPT on four local ranks and on one device, and compares losses, and bytes with the plan.
+"""Trains a character-level GPT on four local ranks and on one device; compares losses, and sent bytes with the plan.
 
 The ranks are processes of this machine that communicate through gloo, data parallel over dp and tensor parallel over
 tp. Both runs begin with the same weights and see the same batches. The exit code is 1 if losses or bytes differ.
@@ -64,7 +64,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class ShardedRun:
-    """The report of rank 0. ``wire_bytes``: sent by all ranks in a step, counted by the kernel; None if it does not."""
+    """The report of rank 0. ``wire_bytes``: sent by all ranks in a step; None if the kernel does not count them."""
 
     run: Run
     compile_seconds: float
@@ -77,7 +77,7 @@ def main() -> int:
     settings = _parse()
     alone = train_alone(settings)
     print(f"starting {settings.num_ranks} processes", file=sys.stderr)
-    with private_loopback():  # where the system allows it, nobody else's bytes are counted
+    with private_loopback():  # if the system allows it, bytes of other programs are not counted
         sharded: ShardedRun = launch(train_sharded, settings.num_ranks, settings)[0]
     tables = (
         losses_table(settings, alone, sharded.run),
@@ -106,14 +106,14 @@ def _parse() -> Settings:
 
 
 def corpus() -> Tensor:
-    """Python's own help topics as indices into ALPHABET, without other characters."""
+    """Python's own help topics as indices into ALPHABET; other characters are left out."""
     index = {char: i for i, char in enumerate(ALPHABET)}
     text = "\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
     return torch.tensor([index[char] for char in text if char in index])
 
 
 def batches(settings: Settings) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each step the global batch: ``ids`` and the characters that follow, ``[batch, context]``."""
+    """The global batch of each step: ``ids`` and the characters that follow, ``[batch, context]``."""
     data, context = corpus(), settings.config.context
     random = torch.Generator().manual_seed(0)
     for _ in range(settings.steps):
@@ -132,7 +132,7 @@ def new_model(settings: Settings) -> GPT:
 
 
 def train_alone(settings: Settings) -> Run:
-    """Plain PyTorch on one device, with one thread like every rank."""
+    """Train in plain PyTorch on one device, with one thread like every rank."""
     torch.set_num_threads(1)
     return train(settings, new_model(settings), Progress("one device", settings.steps))
 
@@ -157,7 +157,7 @@ def train(
 
 
 def train_sharded(settings: Settings) -> ShardedRun:
-    """One rank of the job: the same loop over a parallelized model. Every rank passes the global batch."""
+    """Train on one rank of the job: the same loop over a parallelized model. Every rank passes the global batch."""
     mesh = init_device_mesh("cpu", (settings.dp, settings.tp), mesh_dim_names=("dp", "tp"))
     start = time.perf_counter()
     model = shardc.parallelize(new_model(settings), mesh, DATA | MEGATRON, args=next(batches(settings)))
@@ -181,13 +181,13 @@ def local(x: Tensor) -> Tensor:
 
 
 def bytes_a_step(readings: list[int | None], num_steps: int) -> float | None:
-    """The smallest difference of two readings, since bytes of other programs can only add."""
+    """Bytes of a step, from the smallest difference of two readings, since other programs can only add bytes."""
     counted = [reading for reading in readings if reading is not None]
     return min(b - a for a, b in pairwise(counted)) / num_steps if counted else None
 
 
 def read_counter(readings: list[int | None], every: int, step: int) -> None:
-    """Every few steps, read how many bytes the loopback interface has sent, while all ranks wait."""
+    """After every ``every`` steps, read how many bytes the loopback interface has sent, while all ranks wait."""
     if step % every == 0:
         dist.barrier()
         readings.append(sent_bytes())
@@ -195,7 +195,7 @@ def read_counter(readings: list[int | None], every: int, step: int) -> None:
 
 
 class Progress:
-    """A bar on stderr: redrawn in place on a terminal, else a line at each tenth."""
+    """A progress bar on stderr: redrawn in place on a terminal, else printed as a line at each tenth."""
 
     def __init__(self, title: str, total: int, is_shown: bool = True) -> None:
         self.title, self.total, self.is_shown = title, total, is_shown
@@ -215,7 +215,7 @@ class Progress:
 
 
 def losses_table(settings: Settings, alone: Run, run: Run) -> str:
-    """Both losses at each logged step."""
+    """A table of both losses at each logged step."""
     steps = sorted({1, settings.steps, *range(settings.log_every, settings.steps + 1, settings.log_every)})
     pairs = [(step, alone.losses[step - 1], run.losses[step - 1]) for step in steps]
     rows = [(step, f"{a:.6f}", f"{b:.6f}", f"{abs(a - b):.1e}") for step, a, b in pairs]
@@ -223,7 +223,7 @@ def losses_table(settings: Settings, alone: Run, run: Run) -> str:
 
 
 def bytes_table(settings: Settings, sharded: ShardedRun) -> str:
-    """The collectives of one step by kind with the bytes that all ranks send, as announced and as counted."""
+    """A table of the collectives of one step by kind, with the bytes of all ranks as announced and as counted."""
     kinds: dict[tuple[str, str, str], list[int]] = {}
     for found in sharded.collectives:
         sent = found.wire_bytes * settings.num_ranks
@@ -237,7 +237,7 @@ def bytes_table(settings: Settings, sharded: ShardedRun) -> str:
 
 
 def facts(settings: Settings, alone: Run, sharded: ShardedRun) -> str:
-    """The compared quantities with their bounds, and the time and memory of both runs."""
+    """A table of the compared quantities with their bounds, and the time and memory of both runs."""
     rows = [
         ("largest difference of losses", f"{loss_difference(alone, sharded.run):.1e}", f"<= {LOSS_BOUND:.0e}"),
         ("bytes counted against announced", f"{bytes_difference(settings, sharded):+.2%}", f"<= {BYTES_BOUND:.0%}"),
@@ -251,7 +251,7 @@ def facts(settings: Settings, alone: Run, sharded: ShardedRun) -> str:
 
 
 def is_good(settings: Settings, alone: Run, sharded: ShardedRun) -> bool:
-    """Whether losses and bytes are within their bounds; nan is not. Bytes count where the system counts them."""
+    """Whether losses and bytes are within their bounds; nan is not. Bytes are compared if the system counts them."""
     are_bytes_good = sharded.wire_bytes is None or abs(bytes_difference(settings, sharded)) <= BYTES_BOUND
     return loss_difference(alone, sharded.run) <= LOSS_BOUND and are_bytes_good
 
@@ -267,7 +267,7 @@ def bytes_difference(settings: Settings, sharded: ShardedRun) -> float:
 
 
 def loss_difference(alone: Run, sharded: Run) -> float:
-    """The largest difference between the losses of a step; nan if a loss is."""
+    """The largest difference between the losses of a step; nan if a loss is nan."""
     return (torch.tensor(alone.losses) - torch.tensor(sharded.losses)).abs().max().item()
 
 

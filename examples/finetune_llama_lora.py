@@ -1,6 +1,6 @@
 """Fine-tunes a Llama with LoRA by the Trainer of transformers: on virtual ranks, or on real ranks under torchrun.
 
-The batch is the same on any number of ranks, and so are the losses. At the end the folder has the adapter::
+Batches and losses are the same on any number of ranks. At the end the adapter is saved in the output folder::
 
     python examples/finetune_llama_lora.py
     torchrun --standalone --nproc-per-node 4 examples/finetune_llama_lora.py

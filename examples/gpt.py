@@ -119,22 +119,22 @@ def gpt(mesh: Mesh | None = None) -> Target:
 
 
 def gpt_separate_qkv(mesh: Mesh | None = None) -> Target:
-    """As ``gpt``, with separate weights for q, k and v."""
+    """Like ``gpt``, with separate weights for q, k and v."""
     return _target(Config(fused=False), plan(mesh))
 
 
 def gpt_tied(mesh: Mesh | None = None) -> Target:
-    """As ``gpt``, with the head tied to the token embedding."""
+    """Like ``gpt``, with the head tied to the token embedding."""
     return _target(Config(tied=True), plan(mesh))
 
 
 def gpt_dropout(mesh: Mesh | None = None) -> Target:
-    """As ``gpt``, with dropout; its masks are the same on every mesh."""
+    """Like ``gpt``, with dropout; its masks are the same on every mesh."""
     return _target(Config(dropout=0.1), plan(mesh))
 
 
 def gpt_sequence(mesh: Mesh | None = None) -> Target:
-    """As ``gpt``, with Megatron's sequence parallelism: values between attention and MLP are cut along time over tp."""
+    """Like ``gpt``, with Megatron's sequence parallelism: tp cuts values between attention and MLP along time."""
     batch = "dp" if mesh is None or "dp" in mesh.axis_names else None
     return _target(Config(), plan(mesh) | {"module:tokens": P(batch, "tp")})
 

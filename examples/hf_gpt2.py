@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def mesh() -> Mesh | DeviceMesh:
-    """Virtual ranks, or the ranks of torchrun, of which there is an even number: two along tp."""
+    """A mesh of virtual ranks, or of an even number of torchrun's ranks, with two ranks along tp."""
     if "WORLD_SIZE" not in os.environ:
         return Mesh(dp=2, tp=2)
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,4 +1,4 @@
-"""Trains a Llama of transformers on rows whose positions are cut over ranks, and says what a rank holds and sends.
+"""Trains a Llama of transformers on rows cut by positions over ranks; prints the memory and the traffic of a rank.
 
 ::
 
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) -> float:
-    """The loss of a step."""
+    """Take a training step; returns its loss."""
     loss: Tensor = model(input_ids=ids, labels=ids).loss
     loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()

@@ -1,4 +1,4 @@
-"""An MLP, data and tensor parallel on four virtual ranks: prints the plan, and compares it with one device."""
+"""An MLP, data and tensor parallel on four virtual ranks: prints the plan, and compares results with one device."""
 
 from __future__ import annotations
 

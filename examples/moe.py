@@ -1,7 +1,7 @@
 """GShard's mixture of experts in plain PyTorch, trained on four virtual ranks: prints its collectives and losses.
 
 A token goes to its two best experts. An expert has a fixed capacity for each sequence; tokens beyond it are dropped.
-Sequences and experts are cut over the same axis: one all_to_all takes tokens to their experts, one brings them back.
+Sequences and experts are cut over the same axis: one all_to_all takes tokens to their experts, another back.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def top2(gates: Tensor, capacity: int) -> Tensor:
     second = F.one_hot((gates * (1 - first)).argmax(-1), gates.shape[-1])
     place = first * (first.cumsum(1) - 1) + second * (second.cumsum(1) - 1 + first.sum(1, keepdim=True))
     weight = gates * (first + second)
-    is_at = place.unsqueeze(-1) == torch.arange(capacity, device=gates.device)  # none for a place beyond the last
+    is_at = place.unsqueeze(-1) == torch.arange(capacity, device=gates.device)  # all False for a place beyond the last
     return (weight / weight.sum(-1, keepdim=True)).unsqueeze(-1) * is_at
 
 

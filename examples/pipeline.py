@@ -1,4 +1,4 @@
-"""Trains a GPT in two pipeline stages, beside one device: on virtual ranks, or on real ranks under torchrun.
+"""Trains a GPT in two pipeline stages and on one device: on virtual ranks, or on real ranks under torchrun.
 
 ::
 
@@ -27,7 +27,7 @@ def tied(mesh: Mesh | None = None) -> Target:
     torch.manual_seed(0)
     config = Config(tied=True, dropout=0.1)
     ids, targets = torch.randint(config.vocab, (2, 10, config.context))
-    targets[:, 20:] = -100  # ignored: the loss is the mean over all other targets, whatever their microbatch
+    targets[:, 20:] = -100  # ignored: the loss is the mean over all other targets, in whichever microbatch
     return GPT(config), (ids, targets), {}, plan(mesh)
 
 

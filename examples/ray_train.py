@@ -1,4 +1,4 @@
-"""Trains a GPT in the workers of Ray Train, or on the ranks of torchrun, by one function; both go on after a death.
+"""Trains a GPT by one function in workers of Ray Train or on ranks of torchrun; both go on after a worker dies.
 
 ::
 
@@ -28,7 +28,7 @@ Report = Callable[[int, float, Path | None], None]
 
 
 def train(steps: int, every: int, folder: Path, start: Path | None, report: Report) -> None:
-    """Train to a step, from a checkpoint if there is one; every rank reports each step, its loss and its checkpoint."""
+    """Train until ``steps``, from checkpoint ``start`` if given; all ranks report each step, loss and checkpoint."""
     mesh = init_device_mesh(DEVICE, (int(os.environ["WORLD_SIZE"]),), mesh_dim_names=("dp",))
     torch.manual_seed(0)
     model = shardc.parallelize(GPT(CONFIG), mesh, DATA, zero=Zero("dp", 3), args=batch(0))
@@ -50,7 +50,7 @@ def train(steps: int, every: int, folder: Path, start: Path | None, report: Repo
 
 
 def train_in_worker(config: dict[str, Any]) -> None:
-    """Train in a worker of Ray, which knows the last checkpoint."""
+    """Train in a worker of Ray, from the last checkpoint that Ray knows."""
     import ray.train
 
     last = ray.train.get_checkpoint()

@@ -1,4 +1,4 @@
-"""Trains a GPT that goes on after deaths: torchrun starts all ranks again, and they load the latest checkpoint.
+"""Trains a GPT and goes on after a rank dies: torchrun restarts all ranks, and they load the latest checkpoint.
 
 ::
 
@@ -44,7 +44,7 @@ def main() -> None:
         scheduler.step()
         step += 1
         say(f"step {step}  loss {loss.item():.6f}")
-        if step % arguments.every == 0 or step == arguments.steps:  # a thread writes it, and training goes on
+        if step % arguments.every == 0 or step == arguments.steps:  # a thread writes while training goes on
             saving = shardc.save(
                 arguments.path, model, optimizer, scheduler=scheduler, step=step, keep=2, asynchronous=True
             )
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """The global batch of a step, on every rank; a DataLoader would be put to its place by the step as well."""
+    """The global batch of a step, on every rank. A DataLoader would also be positioned by the step."""
     ids = torch.randint(CONFIG.vocab, (2, 8, CONFIG.context), generator=torch.Generator().manual_seed(step))
     return ids[0], ids[1]
 

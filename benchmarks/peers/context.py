@@ -1,9 +1,9 @@
-"""Context parallel peers: causal attention of this rank's positions, by torch's own ring and by a ring by hand.
+"""Context parallel peers: causal attention of this rank's positions, by torch's own ring and by a handwritten ring.
 
-``torch.distributed.tensor.experimental.context_parallel`` of torch 2.13 knows the kernels of CUDA alone: on a CPU it
-ends in a NotImplementedError. So its ring, ``_templated_ring_attention``, is called here as it calls it, with the
-kernel of the CPU, and with its load balancing: of 2 N pieces of the positions, rank i has pieces i and 2 N - 1 - i. It
-runs on plain tensors, without the dispatch of DTensor that ``context_parallel`` adds.
+``torch.distributed.tensor.experimental.context_parallel`` of torch 2.13 supports only the kernels of CUDA: on a CPU it
+raises a NotImplementedError. This module calls its ring, ``_templated_ring_attention``, in the same way with the CPU
+kernel and the same load balancing: of 2 N pieces of the positions, rank i has pieces i and 2 N - 1 - i. The ring runs
+on plain tensors, without the dispatch of DTensor that ``context_parallel`` adds.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _TorchRing(torch.autograd.Function):
 
 
 def attention_by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """A ring over positions ``in_order``: keys and values in one message, on their way while the rank computes."""
+    """A ring over positions ``in_order``: keys and values travel in one message while the rank computes."""
     out: Tensor = _RingByHand.apply(q, k, v)
     return out
 
@@ -108,7 +108,7 @@ class _RingByHand(torch.autograd.Function):
 
 
 def _to_next(x: Tensor, tag: int) -> Callable[[], Tensor]:
-    """Start to send a tensor to the next rank; the returned function waits, and returns that of the rank before."""
+    """Start to send a tensor to the next rank. The returned function waits for the previous rank's tensor."""
     rank, ranks, received = dist.get_rank(), dist.get_world_size(), torch.empty_like(x)
     works = [dist.irecv(received, (rank - 1) % ranks, tag=tag), dist.isend(x, (rank + 1) % ranks, tag=tag)]
 

@@ -1,4 +1,4 @@
-"""Data parallel peers: one device, DDP, ZeroRedundancyOptimizer, FSDP2; with checkpoints, bfloat16, compiled."""
+"""Data parallel peers: one device, DDP, ZeroRedundancyOptimizer, FSDP2; also with checkpoints, bfloat16, Inductor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Expert parallel peers: all_to_alls by hand beside DDP, and DTensor over the plain model."""
+"""Expert parallel peers: handwritten all_to_alls with DDP, and DTensor over the plain model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Exchange(torch.autograd.Function):
 
 
 def exchanged(x: Tensor) -> Tensor:
-    """One all_to_all."""
+    """The pieces that an all_to_all receives."""
     x = x.contiguous()
     received = torch.empty_like(x)
     dist.all_to_all_single(received, x)
@@ -60,7 +60,7 @@ class CutMoE(nn.Module):
 
 
 def dtensor_weights(model: Any, job: Job) -> Trainer:
-    """The plain model over DTensors: experts and batch rows cut, all else replicated."""
+    """The plain model over DTensors: experts and batch rows are cut, all else is replicated."""
     mesh = job.mesh("ep")
     experts = [(block.mlp.up, block.mlp.down) for block in model.blocks if isinstance(block.mlp, MoE)]
     is_cut = {id(parameter) for pair in experts for parameter in pair}
@@ -78,7 +78,7 @@ def dtensor_weights(model: Any, job: Job) -> Trainer:
 
 
 def by_hand(model: Any, job: Job) -> Trainer:
-    """DDP for all but the experts, whose gradients come from the tokens of all ranks already."""
+    """DDP for all parameters but the experts, whose gradients already come from the tokens of all ranks."""
     experts: list[nn.Parameter] = []
     for block in model.blocks:
         if isinstance(block.mlp, MoE):

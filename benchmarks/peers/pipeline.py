@@ -1,4 +1,4 @@
-"""Pipeline parallel peers: torch.distributed.pipelining, with stages made by hand."""
+"""Pipeline parallel peers: torch.distributed.pipelining, with handwritten stages."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class StageTrainer(Trainer):
     """A trainer whose ``model`` is one of torch's schedules: one call runs a whole step."""
 
     def update(self, microbatches: Tensor) -> float:
-        """Take a step and keep the gradients; returns the loss on the last rank, NaN on others."""
+        """Take a step and keep the gradients; returns the loss on the last rank, NaN on other ranks."""
         (ids, targets), losses = microbatches[0], list[Tensor]()
         if dist.get_rank() == dist.get_world_size() - 1:
             self.model(target=targets, losses=losses)

@@ -1,4 +1,4 @@
-"""Tensor parallel peers: Megatron's f and g by hand, and DTensor's plans."""
+"""Tensor parallel peers: handwritten f and g of Megatron, and DTensor's plans."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Nothing."""
+        """The input unchanged."""
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """The sum."""
+        """The sum of the gradients."""
         return summed(grad)
 
 
@@ -49,12 +49,12 @@ class Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """The sum."""
+        """The sum of the inputs."""
         return summed(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """Nothing."""
+        """The gradient unchanged."""
         return grad
 
 
@@ -87,7 +87,7 @@ class Entered(nn.Module):
         self.module = module
 
     def forward(self, x: Tensor) -> Tensor:
-        """As the module."""
+        """The output of the module."""
         return self.module(Enter.apply(x))
 
 
@@ -100,7 +100,7 @@ class CutEmbedding(nn.Module):
         self.first = dist.get_rank() * len(self.weight)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Rows of other ranks count as zeros in the sum."""
+        """The sum of all ranks' rows, where a rank has zeros for rows that it does not hold."""
         local = ids - self.first
         is_other = (local < 0) | (local >= len(self.weight))
         rows = F.embedding(local.masked_fill(is_other, 0), self.weight)
@@ -129,14 +129,14 @@ class CutCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Odds, less one at the target."""
+        """The gradient of the logits: odds, less one at the target."""
         odds, local, is_other = ctx.saved_tensors
         odds.scatter_add_(1, local[:, None], -(~is_other).to(odds.dtype)[:, None])
         return odds.mul_(grad / len(odds)), None
 
 
 class CutGPT(nn.Module):
-    """A GPT cut as Megatron cuts it, head and loss over the vocabulary too."""
+    """A GPT cut as Megatron cuts it, with head and loss cut over the vocabulary."""
 
     def __init__(self, gpt: GPT, ranks: int) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ def _planned(model: Any, job: Job, block_plan: dict[str, ParallelStyle], ends: d
 
 
 def dtensor_weights(model: Any, job: Job) -> Trainer:
-    """The plain model over cut weights and replicated inputs, all as DTensors."""
+    """The plain model with cut weights and replicated inputs, all as DTensors."""
     mesh = job.mesh("tp")
     cuts = {"proj.weight": 1, "down.weight": 1, "tokens.weight": 0, "head.weight": 0}
     cuts |= {f"{name}.{kind}": 0 for name in ("q", "k", "v", "up") for kind in ("weight", "bias")}
@@ -257,7 +257,7 @@ def dtensor_weights(model: Any, job: Job) -> Trainer:
 
 
 def distribute(model: nn.Module, mesh: DeviceMesh, placement: Callable[[str, Tensor], Placement]) -> None:
-    """Make every parameter a DTensor with the placement for its name and value."""
+    """Make every parameter a DTensor with the placement that its name and value give."""
     for name, parameter in list(model.named_parameters()):
         value = distribute_tensor(parameter.detach(), mesh, [placement(name, parameter)])
         owner, _, leaf = name.rpartition(".")
@@ -266,6 +266,6 @@ def distribute(model: nn.Module, mesh: DeviceMesh, placement: Callable[[str, Ten
 
 @contextmanager
 def over_dtensors() -> Iterator[None]:
-    """Let plain tensors mix with DTensors as replicated; DTensor has no rule for the CPU's fused attention."""
+    """Treat plain tensors as replicated DTensors. Attention is not fused: DTensor has no rule for the CPU's kernel."""
     with implicit_replication(), sdpa_kernel(SDPBackend.MATH):
         yield

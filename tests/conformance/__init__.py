@@ -1,1 +1,1 @@
-"""Conformance: what others' programs compute, computed sharded. ``python -m tests.conformance SUITE`` prints counts."""
+"""Conformance: runs programs of others sharded and compares results. ``python -m tests.conformance SUITE``."""

@@ -1,7 +1,7 @@
 """Run a conformance suite: ``python -m tests.conformance SUITE [--only NAME] [--every N] [--jobs N] [--json FILE]``.
 
-Exit 1 where a case is wrong or refused. ``all`` runs the suites as ``make conformance`` wants them, one after another,
-each with both processes. A suite is a module beside this one with ``add_arguments(parser)``, its further options, and
+Exits with 1 if a case is wrong, refused or late. ``all`` runs the suites of ``make conformance`` one after another, on
+two processes each. A suite is a module of this package with ``add_arguments(parser)``, which adds its options, and
 ``main(options) -> int``.
 """
 
@@ -23,8 +23,8 @@ SUITES = {
 }
 
 
-# Every case of each suite, but of the zoo each seventh, which takes meshes and variants in turn, and none with dropout:
-# all of it takes eight minutes, and with dropout some processors round the batch norms of mobilenet apart in float32.
+# Of the zoo, every seventh case, which takes meshes and variants in turn, and none with dropout: the whole zoo takes
+# eight minutes, and with dropout some processors round the batch norms of mobilenet differently in float32.
 ALL = (
     "gspmd", "op_db --samples 1", "programs --examples 200", "pipelines", "draws --steps 5",
     "zoo --variant even --variant uneven --every 7",
@@ -32,17 +32,17 @@ ALL = (
 
 
 def main() -> int:
-    """Read the command line and run the suite that it names, or all."""
+    """Run the suite that the command line names, or all suites; returns the exit code."""
     tests = Path(__file__).parents[1]
     paths = (tests, tests / "support", tests.parent / "examples")
-    sys.path[:0] = map(str, paths)  # what tests share is imported by its bare name
+    sys.path[:0] = map(str, paths)  # modules that tests share are imported by their bare names
     if sys.argv[1:] == ["all"]:
         return max(run(each.split()) for each in ALL)
     return run(sys.argv[1:])
 
 
 def run(words: list[str]) -> int:
-    """Run the suite that a command line names first."""
+    """Run the suite that the first word names, with the options that follow."""
     parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__)
     suites = parser.add_subparsers(dest="suite", required=True)
     modules = {name: importlib.import_module(f".{name}", __package__) for name in SUITES if name in words[:1]}

@@ -1,4 +1,4 @@
-"""Pipelines whose stages sleep: what each part waits for, on gloo and simulated, and how long their ranks idle."""
+"""Pipelines whose stages sleep: how long each part waits and ranks idle, on gloo and simulated."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from shardc.schedules.simulate import Costs, StageCost, simulate
 from shardc.schedules.timeline import Timeline
 
 LAYERS, MICROBATCHES, STEPS = 8, 4, 2
-SCALES = (1, 2, 4)  # of each try
-LAG = 0.5  # of the shortest part
-SECONDS = {"forward": 0.08, "input_gradient": 0.06, "weight_gradient": 0.04}  # of a stage, on four ranks
+SCALES = (1, 2, 4)  # the scale of each try
+LAG = 0.5  # the largest allowed lag, as a share of the shortest part
+SECONDS = {"forward": 0.08, "input_gradient": 0.06, "weight_gradient": 0.04}  # of a stage on four ranks
 Span = tuple[float, float]  # when an action starts and ends
 
 
 @dataclass(frozen=True)
 class Case:
-    """A schedule on so many ranks of four, with stages that sleep; the last takes half as long again as the others.
+    """A schedule for pipelines of two or four of the four ranks, with stages that sleep.
 
-    All sleep ``scale`` times ``SECONDS``.
+    A stage sleeps ``scale`` times ``SECONDS``, twice that on two ranks, and half as long again in the last stage.
     """
 
     schedule: str
@@ -97,7 +97,7 @@ def data() -> Tensor:
 
 
 def run_asleep(case: Case) -> list[list[Span]]:
-    """The actions of each of some steps that this rank runs, in order."""
+    """Run some steps; returns the times of the actions of this rank in each step, in order."""
     is_whole = case.schedule != "zb-h1"  # a backward is one action
     piped = shardc.parallelize(Model(), make_device_mesh(case.mesh), pipeline=case.pipeline)
     whole, found, spans = StageRunner.run, [], list[Span]()
@@ -123,13 +123,13 @@ def run_asleep(case: Case) -> list[list[Span]]:
 
 
 def lags(schedule: Schedule, ranks: Sequence[Sequence[Span]]) -> Iterator[float]:
-    """Seconds from the end of what each action waits for, its rank or its operands, to its start."""
+    """Seconds between the time when its rank and its operands are ready and the start of each action."""
     entering = edges_into(schedule.edges)
     rows = [list(zip(row, spans, strict=True)) for row, spans in zip(schedule.actions, ranks, strict=True)]
     done = [(action, end) for row in rows for action, (_, end) in row if action.kind != "W"]
     ends = {(action.stage, action.phase, action.microbatch): end for action, end in done}
     for row in rows:
-        before: list[float] = []  # the end of the rank's action before
+        before: list[float] = []  # the end of the previous action of the rank
         for action, (start, end) in row:
             awaited = [*before, *(ends[result] for result, _ in operands(action, entering))]
             if awaited:
@@ -153,12 +153,12 @@ class Found:
 
     @property
     def is_right(self) -> bool:
-        """Whether no part waits for what the schedule does not say: that would take at least as long as a part."""
+        """Whether parts only wait as the schedule says: any other wait would take at least as long as a part."""
         return self.lag <= LAG
 
 
 def measure(workers: Any, case: Case) -> Found:
-    """What a case idles on gloo. Stages sleep longer in each try, since other work delays a part by what it takes."""
+    """Measure a case on gloo. Stages sleep longer in each try, so that delays by other work matter less."""
     schedule = case.planned()
     found = []
     for scale in SCALES:

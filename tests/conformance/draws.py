@@ -40,7 +40,7 @@ ROLES = {"dp": DATA, "tp": MEGATRON, "fsdp": {"tokens.weight": P("fsdp"), "*.up.
 
 @dataclass(frozen=True)
 class Run:
-    """What a mesh computed: digests of initial parameters and of each step's masks, losses, final parameters."""
+    """Results on a mesh: digests of initial parameters and of each step's masks, losses, and final parameters."""
 
     initial: str
     masks: tuple[str, ...]
@@ -49,7 +49,7 @@ class Run:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this suite."""
+    """Add the options of this suite."""
     parser.add_argument("--steps", type=int, default=STEPS, help=f"steps of Adam (default {STEPS})")
 
 
@@ -68,7 +68,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def cases() -> list[Mesh]:
-    """Every mesh; an axis alone is of each kind in turn, two are for data and tensors, the third cuts parameters."""
+    """Every mesh with axes dp, tp and fsdp in this order, and those of one axis also with only tp or only fsdp."""
     meshes = all_meshes(16)
     named = [Mesh(**dict(zip(ROLES, mesh.shape, strict=False))) for mesh in meshes]
     alone = [Mesh(**{role: mesh.size}) for mesh in meshes[1:] if len(mesh.shape) == 1 for role in ("tp", "fsdp")]
@@ -76,7 +76,7 @@ def cases() -> list[Mesh]:
 
 
 def all_meshes(num_ranks: int = 16, num_axes: int = 3) -> list[Mesh]:
-    """Every mesh of at most so many ranks and axes, each axis of two ranks or more; and that of one rank."""
+    """The mesh of one rank, and all of at most ``num_ranks`` ranks and ``num_axes`` axes of two ranks or more."""
     names = "abcdefgh"[:num_axes]
     shapes = itertools.chain.from_iterable(
         itertools.product(range(2, num_ranks + 1), repeat=count) for count in range(1, num_axes + 1)
@@ -86,7 +86,7 @@ def all_meshes(num_ranks: int = 16, num_axes: int = 3) -> list[Mesh]:
 
 
 def compare(mesh: Mesh, steps: int = STEPS) -> Result:
-    """One mesh against one rank."""
+    """Compare the run on a mesh with the run on one rank."""
     try:
         found = train(mesh, steps)
     except (ShardingError, CaptureError) as error:
@@ -105,12 +105,12 @@ def compare(mesh: Mesh, steps: int = STEPS) -> Result:
 
 @cache
 def trained_alone(steps: int) -> Run:
-    """What one rank computes."""
+    """The run on one rank, computed once."""
     return train(Mesh(dp=1), steps)
 
 
 def train(mesh: Mesh, steps: int) -> Run:
-    """Initialise and train on a mesh."""
+    """Initialise and train on a mesh; returns the results."""
     annotations = {pattern: spec for role in mesh.axis_names for pattern, spec in ROLES[role].items()}
     model = shardc.init_parameters(lambda: GPT(CONFIG).double(), mesh, annotations, seed=7)
     initial = digest(dict(model.named_parameters()).items())
@@ -137,7 +137,7 @@ def train(mesh: Mesh, steps: int) -> Run:
 
 
 class Drawing:
-    """The part of a localized program that draws its dropout masks."""
+    """The part of a localized program that draws dropout masks."""
 
     def __init__(self, program: Program) -> None:
         alone = program.copy()
@@ -150,7 +150,7 @@ class Drawing:
         self.program, self.runner = alone, Executor(alone, SimulatedComm(alone.mesh))
 
     def masks(self, seed: int, step: int) -> dict[str, Tensor]:
-        """The masks of a step, whole, by the key of each draw."""
+        """The whole masks of a step, by the key of each draw."""
         inputs = [torch.zeros(entry.type.shape, dtype=entry.type.dtype) for entry in self.program.inputs]
         inputs[[entry.kind for entry in self.program.inputs].index("random")] = torch.tensor([seed, step])
         outputs, _ = self.runner.forward(cut_inputs(self.program, inputs))
@@ -159,7 +159,7 @@ class Drawing:
 
 
 def digest(named: Iterable[tuple[str, Tensor]]) -> str:
-    """The sha256 of tensors and their names."""
+    """The sha256 of tensors, with their names, dtypes and shapes."""
     found = hashlib.sha256()
     for name, tensor in sorted(named, key=lambda pair: pair[0]):
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -179,5 +179,5 @@ def _pairs(found: Run, expected: Run) -> list[tuple[Tensor, Tensor]]:
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
-    """The largest difference, relative where values are above 1."""
+    """The largest difference, relative to the largest value if that is above 1."""
     return float((a - b).abs().max() / b.abs().max().clamp_min(1))

@@ -1,9 +1,9 @@
-"""Pipelines against one device: every model that pipelines are bad at, under every schedule, on 2, 3 and 4 ranks.
+"""Pipelines compared with one device: models that are hard for pipelines, under every schedule, on 2, 3 and 4 ranks.
 
-Each case takes two steps without zero_grad in between, in float64, and evaluates once: losses and gradients are held to
-1e-12. The models pass dicts and None from block to block and skip over stages; they come with tied weights, masks,
+Each case takes two steps without zero_grad in between, in float64, and evaluates once; losses and gradients must agree
+to 1e-12. The models pass dicts and None from block to block and skip over stages; they come with tied weights, masks,
 frozen stages, dropout, a batch of 10 in 4 microbatches, and targets of which few count. Interleaved schedules and zb-v
-have two stages a rank.
+have two stages on each rank.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TOLERANCE = 1e-12
 
 @dataclass(frozen=True)
 class Case:
-    """A column of models, a schedule, and how many ranks the pipeline has."""
+    """A name of ``COLUMNS``, a schedule, and the number of ranks of the pipeline."""
 
     column: str
     schedule: str
@@ -54,7 +54,7 @@ class Run:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this suite."""
+    """Add the options of this suite."""
     parser.add_argument("--processes", action="store_true", help="a dozen cases on 4 and 8 gloo processes")
 
 
@@ -72,7 +72,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def on_processes(options: argparse.Namespace) -> int:
-    """The same on gloo, with optimizer steps and two signatures; a GPT on three axes; and bubbles, measured."""
+    """Run cases on gloo, with optimizer steps and two signatures; a GPT on three axes; and measured bubbles."""
     path, results = pipeline_models.__file__, []
     for count, found in ((4, pipeline_models.CASES), (8, (pipeline_models.EIGHT,))):
         with Workers(count) as workers:
@@ -91,7 +91,7 @@ def on_processes(options: argparse.Namespace) -> int:
 
 
 def idle(workers: Workers) -> Iterator[Result]:
-    """Schedules whose stages sleep, each printed with its bubble and what that is simulated."""
+    """Run schedules whose stages sleep; prints the measured and the simulated bubble of each."""
     path = bubbles.__file__
     for case in bubbles.CASES:
         found = bubbles.measure(
@@ -108,7 +108,7 @@ def _result(name: str, difference: float, bound: float, what: str = "losses or g
 
 
 def compare(case: Case) -> Result:
-    """One pipeline against one device."""
+    """Compare a pipeline with one device."""
     try:
         found = run(case.column, Mesh(pp=case.ranks), Pipeline(microbatches=4, schedule=case.schedule))
     except (ShardingError, CaptureError) as error:
@@ -126,12 +126,12 @@ def compare(case: Case) -> Result:
 
 @cache
 def alone(column: str) -> Run:
-    """What one device computes."""
+    """The run on one device, computed once."""
     return run(column, Mesh(one=1))
 
 
 def run(column: str, mesh: Mesh, pipeline: Pipeline | None = None) -> Run:
-    """Two steps and an evaluation."""
+    """Take two steps and evaluate; returns losses and gradients."""
     settings, args = COLUMNS[column]
     torch.manual_seed(0)
     model = shardc.parallelize(Model(**settings).double(), mesh, pipeline=pipeline)

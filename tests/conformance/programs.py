@@ -1,6 +1,6 @@
-"""Random programs of many ops, sizes, meshes and annotations: after every pass, the values of one device.
+"""Random programs of many ops, sizes, meshes and annotations, compared with one device after every pass.
 
-Hypothesis draws them and shrinks what fails; the default test run holds a small share of the same property.
+Hypothesis draws the programs and shrinks those that fail; the default test run checks a small share of them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ PER_CASE = 50  # programs drawn from one seed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """How many programs, and which."""
+    """Add the options of this suite: the number of programs, and a seed."""
     parser.add_argument("--examples", type=int, default=2000, help="programs (default 2000)")
     parser.add_argument("--seed", type=int, default=0, help="which programs (default 0)")
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run the programs; 1 where one differs from one device. A case is 50 programs, and what is wrong the smallest."""
+    """Run the programs; returns 1 if one is wrong. A case is 50 programs; a wrong case reports the smallest failure."""
     count = -(-options.examples // PER_CASE)
     results = run_cases(run_case, range(options.seed * count, (options.seed + 1) * count, options.every), options.jobs)
     print_counts(f"programs, {PER_CASE} a case", results)
@@ -39,6 +39,6 @@ def run_case(seed: int) -> Result:
     )
     try:
         hypothesis.seed(seed)(limits(hypothesis.given(st.data())(check_program)))()
-    except BaseException:  # hypothesis raises groups of whatever was raised
+    except BaseException:  # hypothesis raises groups of errors of any kind
         return Result(f"seed {seed}", "wrong", traceback.format_exc())
     return Result(f"seed {seed}", "right", facts={"programs": PER_CASE})

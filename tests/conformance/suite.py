@@ -1,4 +1,4 @@
-"""What suites share: a result for each case, cases run by several processes, counts printed and written as JSON."""
+"""Shared by all suites: results of cases, processes that run cases, printed counts, and results as JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OUTCOMES: tuple[Outcome, ...] = ("right", "wrong", "refused", "late", "apart")
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a case. ``detail``: why it is not right; ``facts``: what the suite wants to know besides."""
+    """The outcome of a case. ``detail``: why it is not right. ``facts``: further values that the suite reports."""
 
     name: str
     outcome: Outcome
@@ -36,7 +36,7 @@ class Result:
 
 
 def chosen(cases: Iterable[C], options: argparse.Namespace) -> list[C]:
-    """The cases whose names match ``--only``, and of these every Nth, as ``--every`` says."""
+    """Every Nth of the cases whose names match ``--only``, where ``--every`` is N."""
     return [case for case in cases if fnmatchcase(str(case), options.only or "*")][:: options.every]
 
 
@@ -47,10 +47,10 @@ def run_cases(
     limit: float | None = None,
     watch: Callable[[list[Result]], None] = lambda results: None,
 ) -> list[Result]:
-    """Every case's result, in order; with more than one job in forked processes of one thread each.
+    """Run all cases; returns their results in order. Several jobs run in forked processes of one thread each.
 
-    A case that ends its process is refused. One that takes longer than ``limit`` seconds is late; with a limit one job
-    has a process of its own, too. ``watch`` is called with the results there are, after each case.
+    A case that ends its process is refused. One that takes longer than ``limit`` seconds is late; with a limit, a
+    single job also runs in a forked process. After each case, ``watch`` is called with all results so far.
     """
     torch.set_num_threads(1)
     exempt_imports()
@@ -82,7 +82,7 @@ def run_cases(
 
 
 class _Worker:
-    """A forked process that runs one case after another; another takes its place when it dies."""
+    """A forked process that runs one case after another; if it dies, a new process replaces it."""
 
     def __init__(self, run: Callable[[Any], Result], limit: float) -> None:
         self.run = run
@@ -128,18 +128,18 @@ def _serve(run: Callable[[Any], Result], pipe: Connection) -> None:
     parent = os.getppid()
     while True:
         while not pipe.poll(1):
-            if os.getppid() != parent:  # no one asks any more
+            if os.getppid() != parent:  # the parent has ended
                 return
         case = pipe.recv()
         try:
             result = run(case)
-        except Exception as error:  # of the suite itself
+        except Exception as error:  # an error of the suite itself
             result = Result(str(case), "refused", f"the suite failed: {type(error).__name__}: {error}")
         pipe.send(result)
 
 
 def print_counts(suite: str, results: Iterable[Result]) -> None:
-    """One line of counts, then a line for every case that is not right."""
+    """Print a line of counts, then a line for every case that is not right."""
     results = list(results)
     counts = Counter(result.outcome for result in results)
     print(f"{suite}: {len(results)} cases, " + ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES))
@@ -149,7 +149,7 @@ def print_counts(suite: str, results: Iterable[Result]) -> None:
 
 
 def write_json(path: str | None, results: Iterable[Result]) -> None:
-    """Every result, where a path is given. A reader finds the old file or the new one, never a part."""
+    """Write all results if a path is given. A reader finds the old file or the new file, never a part."""
     if path:
         part = Path(f"{path}.part")
         part.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
@@ -157,12 +157,12 @@ def write_json(path: str | None, results: Iterable[Result]) -> None:
 
 
 def read_json(path: str | None) -> list[Result]:
-    """The results of a file that ``write_json`` wrote; none where there is no such file."""
+    """The results of a file that ``write_json`` wrote; an empty list if there is no such file."""
     if not path or not Path(path).exists():
         return []
     return [Result(**each) for each in json.loads(Path(path).read_text())]
 
 
 def exit_code(results: Iterable[Result]) -> int:
-    """1 where a case is wrong, refused or late."""
+    """1 if a case is wrong, refused or late, else 0."""
     return int(any(result.outcome in ("wrong", "refused", "late") for result in results))

@@ -1,4 +1,4 @@
-"""A share of ``python -m tests.conformance draws``: the same numbers on meshes that divide the sizes or do not."""
+"""A share of ``python -m tests.conformance draws``: the same numbers on meshes that do and do not divide the sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bytes that calls make and have not freed yet, while they run."""
+"""Counts the bytes of tensors that calls allocate and have not freed yet."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Alive(TorchDispatchMode):
-    """Counts the bytes of what is made in the block; ``most``: at any time."""
+    """Counts the bytes of live tensors that are made in the block. ``now``: the current bytes. ``most``: their peak."""
 
     def __init__(self) -> None:
         super().__init__()

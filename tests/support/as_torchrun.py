@@ -1,4 +1,4 @@
-"""The environment that torchrun gives to each rank, for what reads it: Accelerate does, and keeps what it has read."""
+"""The environment that torchrun gives to each rank, for libraries that read it: Accelerate reads and keeps it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accelerate.state import AcceleratorState
 
 @contextmanager
 def as_torchrun() -> Iterator[None]:
-    """In the block this rank of a job looks like one that torchrun has started."""
+    """Within the block, this rank of a job looks as if torchrun had started it."""
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
     values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "OMP_NUM_THREADS": "1"}
     with mock.patch.dict(os.environ, values):

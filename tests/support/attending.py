@@ -1,4 +1,4 @@
-"""Attention between projections, and a step of it on one device and on virtual ranks."""
+"""A model of attention between projections, and a comparison of its step on one device and on virtual ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BATCH, WIDTH = 2, 24
 
 
 class Attending(nn.Module):
-    """Heads of queries of ``x`` that see keys of ``y``, by default of ``x`` itself; ``num_keys``: heads of keys."""
+    """Attention of queries from ``x`` to keys from ``y``, by default from ``x``. ``num_keys``: number of key heads."""
 
     def __init__(self, heads: int = 4, num_keys: int = 4, is_causal: bool = True, scale: float | None = None) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Attending(nn.Module):
         return (out * out).sum()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """What the queries get of the values."""
+        """The attention output of each query."""
         has_fewer_keys = self.num_keys != self.heads
         is_causal = self.is_causal and mask is None
         return scaled_dot_product_attention(
@@ -46,12 +46,12 @@ class Attending(nn.Module):
 
 
 def attending() -> tuple[nn.Module, tuple[()], dict[str, Tensor]]:
-    """A target for commands."""
+    """A target for the commands."""
     return Attending().double(), (), draw(8)
 
 
 def draw(queries: int, keys: int | None = None, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """Inputs of so many positions."""
+    """Random inputs with these numbers of positions."""
     generator = torch.Generator().manual_seed(queries)
     lengths = {"x": queries} if keys is None else {"x": queries, "y": keys}
     return {name: torch.randn(BATCH, length, WIDTH, generator=generator).to(dtype) for name, length in lengths.items()}
@@ -60,7 +60,7 @@ def draw(queries: int, keys: int | None = None, dtype: torch.dtype = torch.float
 def check_step(
     model: nn.Module, mesh: Mesh, inputs: dict[str, Tensor], tolerance: float, axis: str = "cp", **options: Any
 ) -> Compiled:
-    """The compiled step with positions cut by an axis; its loss and gradients must be those of one device."""
+    """Compile a step with positions cut by an axis; assert that its loss and gradients are those of one device."""
     batch = "dp" if "dp" in mesh.axis_names else None
     cut = {name: P(batch, axis) for name in inputs if name != "mask"}
     compiled = compile(model, mesh, cut | options.pop("annotations", {}), kwargs=inputs, **options)
@@ -69,7 +69,7 @@ def check_step(
 
 
 def check_compiled(compiled: Compiled, model: nn.Module, inputs: dict[str, Tensor], tolerance: float) -> None:
-    """The loss and the gradients of a step must be those of one device."""
+    """Assert that the loss and the gradients of a step are those of one device."""
     loss, gradients = compiled.simulate(**inputs)
     expected = model(**inputs)
     wanted = torch.autograd.grad(expected, list(model.parameters()))
@@ -80,6 +80,6 @@ def check_compiled(compiled: Compiled, model: nn.Module, inputs: dict[str, Tenso
 
 
 def kinds_sent(compiled: Compiled, phase: str = "forward") -> list[str]:
-    """The collectives of a phase but for sums, a ring by its name."""
+    """The collectives of a phase without all_reduces: the name of a ring, the kind of any other."""
     sent = (each for each in compiled.collectives if each.phase == phase and each.kind != "all_reduce")
     return [each.name.rstrip("_0123456789") if each.kind == "collective_permute" else each.kind for each in sent]

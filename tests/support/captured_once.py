@@ -1,7 +1,7 @@
-"""Equal calls of equal models are captured once: a capture depends on no mesh, no plan and no schedule.
+"""Captures equal calls of equal models once: a capture depends on no mesh, no plan and no schedule.
 
-Half of the time of most compiles goes into capture. The key is the one by which a parallel module knows whether to
-compile again: all that a forward may read besides the values of tensors.
+Most compiles spend half of their time in capture. The key is the one by which a parallel module decides whether to
+compile again: everything that a forward may read besides the values of tensors.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _CAPTURED: OrderedDict[Hashable, Captured] = OrderedDict()
 
 
 def is_about_capture(path: Path) -> bool:
-    """Whether the tests of a file are of capture itself."""
+    """Whether the tests of a file test capture itself."""
     return path.relative_to(TESTS).parts[0] in ABOUT_CAPTURE
 
 
 @contextmanager
 def captured_once() -> Iterator[None]:
-    """In the block, a model gets the capture of an equal one, if it has one.
+    """Within the block, reuse the capture of an equal call of an equal model.
 
-    Not where annotations name modules, nor for a group that trains by itself, which has a part of the call.
+    Captures are not reused if annotations name modules, sizes are symbols, or a group trains by itself (``local``).
     """
     capture_model = compiler.capture_model
 
@@ -64,7 +64,7 @@ def captured_once() -> Iterator[None]:
 
 
 def _is_of_one_call(captured: Captured) -> bool:
-    """Whether it depends on values, or holds tensors or functions, that an equal call may have others for."""
+    """Whether a capture depends on values, or holds tensors or functions, that can differ in an equal call."""
     program = captured.program
     is_opaque = any(isinstance(node.target, Opaque) for node in program.calls)
     is_guarded = any(output.kind == "guard" for output in program.outputs)

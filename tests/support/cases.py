@@ -1,4 +1,4 @@
-"""Which cases of a property make test runs, and which are a sweep."""
+"""Divides the cases of a property between ``make test`` and ``make sweep``."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ import pytest
 
 
 def few(cases: Iterable[Any], *chosen: Any) -> list[Any]:
-    """All cases; those that are not chosen are a sweep."""
+    """All cases as parameters: chosen ones are marked slow, all others sweep."""
     return [pytest.param(each, marks=pytest.mark.slow if each in chosen else pytest.mark.sweep) for each in cases]

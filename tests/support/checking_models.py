@@ -1,4 +1,4 @@
-"""Models that check or print values. Here, since pytest rewrites the asserts of test files."""
+"""Models that check or print values. They are not in a test file, since pytest rewrites its asserts."""
 
 from __future__ import annotations
 

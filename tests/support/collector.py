@@ -1,4 +1,4 @@
-"""Garbage collection in processes that compile all day: not over torch, and rarely over all that lives."""
+"""Garbage collection in processes that compile all day: imports are exempt, and full collections are rare."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import gc
 
 
 def exempt_imports() -> None:
-    """Exempt every object that lives now, the imports' above all, from collection, and collect the others rarely.
+    """Exempt all current objects, mainly those of imports, from garbage collection, and collect others rarely.
 
-    A collection over all of torch takes a quarter of a compilation; over everything else, a tenth of all test time.
+    Collections over torch take a quarter of a compilation; those over all else take a tenth of the test time.
     """
     gc.collect()
     gc.freeze()

@@ -34,7 +34,7 @@ CASES: dict[str, tuple[str, Mesh, dict[str, Any], dict[str, Any]]] = {
 
 
 def compiled(target: str, mesh: Mesh, settings: dict[str, Any] | None = None, **options: Any) -> Compiled:
-    """A target of the command line."""
+    """Compile a target of the command line."""
     found = load_target(
         target, TargetOptions(settings or {}, None, 64 if target.startswith("hf:") else None, "meta"), mesh
     )
@@ -43,6 +43,6 @@ def compiled(target: str, mesh: Mesh, settings: dict[str, Any] | None = None, **
 
 @cache
 def case(name: str) -> Compiled:
-    """One of ``CASES``; those who share it run in one worker: ``xdist_group("explain")``."""
+    """A compiled case of ``CASES``, cached: tests that share it run in one worker, ``xdist_group("explain")``."""
     target, mesh, settings, options = CASES[name]
     return compiled(target, mesh, settings, **options)

@@ -1,4 +1,4 @@
-"""Jobs of which one rank fails on purpose, and what the other ranks say; forked from one process that has torch."""
+"""Jobs in which one rank fails on purpose, and reports of the other ranks; forked from a process that has torch."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Model(nn.Module):
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank of a job under a plan fails, and in which phase of a step."""
+    """A failure of one rank: the plan of the job, how the rank fails, and in which phase of a step."""
 
     plan: str
     kind: str
@@ -74,9 +74,9 @@ class Failure:
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank that did not fail on purpose raised: the error, its cause, and seconds since the failure.
+    """The error that a surviving rank raised, its cause, and the ``seconds`` since the failure.
 
-    ``waits_since``: when it began to wait for the others to agree, if it was still compiling.
+    ``waits_since``: when this rank last began to exchange messages; if that is later, ``seconds`` count from it.
     """
 
     rank: int
@@ -88,7 +88,7 @@ class Report:
 
 
 def fail(kind: str, connection: Connection) -> None:
-    """Fail in one of ``KINDS``; ``sleeps`` lets the others wait."""
+    """Fail in one of ``KINDS``; ``sleeps`` makes the other ranks wait."""
     connection.send(time.time())
     if kind == "sleeps":
         time.sleep(60)
@@ -104,7 +104,7 @@ def fail(kind: str, connection: Connection) -> None:
 
 
 def run_rank(rank: int, failure: Failure, path: str, connection: Connection, seconds: float) -> None:
-    """Train for three steps; the victim fails in the second one, or while it compiles."""
+    """Train for three steps; the victim fails in the second step, or while it compiles."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = loopback()
     sizes, annotations, options = PLANS[failure.plan]
@@ -119,7 +119,7 @@ def run_rank(rank: int, failure: Failure, path: str, connection: Connection, sec
         reached.append(time.time())
         return exchange(agreement, *args)
 
-    Agreement.exchange = noted  # in this process, which ends with the job
+    Agreement.exchange = noted  # only in this process, which ends with the job
 
     def trap() -> None:
         if is_victim and failure.phase == "compile":
@@ -151,7 +151,7 @@ def run_rank(rank: int, failure: Failure, path: str, connection: Connection, sec
 
 
 def set_trap(module: Any, count: int, spring: Any) -> None:
-    """Fail at the next but ``count`` - 1 thing that this rank sends or waits for."""
+    """Call ``spring`` at the ``count``-th collective that this rank starts or message that it takes."""
     conversion = module.shardc.conversion
     comm, channel, left = conversion.torch_comm, getattr(conversion, "channel", None), [count]
 
@@ -174,11 +174,11 @@ def set_trap(module: Any, count: int, spring: Any) -> None:
 
 @functools.cache
 def forking() -> Any:
-    """The context whose processes are forked from one that has imported what a job needs, within a second."""
+    """A context that forks processes within a second, from one that has imported everything a job needs."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["failing_job_preload"])
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # which the server reads, unlike pytest's own paths
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # the server reads this variable, but not pytest's own paths
     try:
         multiprocessing.forkserver.ensure_running()
     finally:
@@ -190,9 +190,9 @@ def forking() -> Any:
 def run_job(
     failure: Failure, seconds: float = 60.0, patience: float = 60.0, interrupted: int | None = None
 ) -> list[Report]:
-    """The reports of all ranks but the victim, with seconds since it failed; none of them is left running.
+    """Run a job; returns the reports of all ranks but the victim. No process is left running.
 
-    ``seconds``: the job's timeout. ``interrupted``: the rank that gets a Ctrl-C half a second after the failure.
+    ``seconds``: the timeout of the job. ``interrupted``: a rank that gets a Ctrl-C half a second after the failure.
     """
     context, count = forking(), Mesh(**PLANS[failure.plan][0]).size
     with tempfile.TemporaryDirectory() as directory:

@@ -1,4 +1,4 @@
-"""Imported once by the process that jobs are forked from: everything that a first compilation and step import."""
+"""The process that jobs are forked from imports this file: all modules that a first compilation and step import."""
 
 import gc
 
@@ -8,8 +8,8 @@ from failing_job import PLANS, Model
 import shardc
 from shardc import Mesh
 
-# Autograd makes a thread for each device at the first backward, and forked processes then have no autograd. A capture
-# with a CUDA build pretends that there are devices, so the first backward comes before it.
+# Autograd starts a thread for each device at the first backward, and processes that are forked later have no autograd.
+# A capture with a CUDA build pretends that there are devices, so the first backward runs before it.
 torch.zeros((), requires_grad=True).backward()
 
 for sizes, annotations, options in PLANS.values():

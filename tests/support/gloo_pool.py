@@ -25,7 +25,7 @@ SECONDS = 120
 
 @dataclass(frozen=True)
 class ByPath:
-    """A function of a test file, found by the file's path: test files are no modules that a worker could import."""
+    """A function of a test file, found by the path of the file: a worker cannot import test files as modules."""
 
     path: str
     name: str
@@ -49,7 +49,7 @@ class ByPath:
 
 @dataclass(frozen=True)
 class InGroups:
-    """Returns what a function returns, and how many groups this rank is in after it."""
+    """Calls a function; returns its result, and the number of groups that this rank is in afterwards."""
 
     function: Callable[..., Any]
 
@@ -63,7 +63,7 @@ _groups_of_meshes: dict[Hashable, Any] = {}
 def _group_of_mesh(ranks: list[int], **options: Any) -> Any:
     """The group along an axis of a mesh, which equal meshes of all functions share.
 
-    Each group has threads that wake a hundred times a second: of 200 groups they take a fifth of a processor in each
+    Each group has threads that wake a hundred times a second. With 200 groups they take a fifth of a processor in each
     process, also while other tests run.
     """
     key = dist.group.WORLD, tuple(ranks), *sorted(options.items())
@@ -73,9 +73,9 @@ def _group_of_mesh(ranks: list[int], **options: Any) -> Any:
 
 
 def _end_groups() -> None:
-    """End the groups that a function leaves, each of which has a thread that wakes often.
+    """End the groups that a function leaves, since each has a thread that wakes often.
 
-    But for those of all ranks and of device meshes, which DTensor knows by name for the next mesh that is the same.
+    Groups of all ranks and of device meshes stay: DTensor knows them by name, and an equal mesh uses them again.
     """
     for group in [*dist.distributed_c10d._world.pg_map]:
         if group is not dist.group.WORLD and not group.group_desc.startswith("mesh_"):
@@ -83,9 +83,9 @@ def _end_groups() -> None:
 
 
 class GlooPool:
-    """Runs module-level functions of test files on every rank; started at the first use, and anew after a failure.
+    """Runs module-level functions of test files on every rank; started at the first use, and again after a failure.
 
-    And after a function that leaves some ranks in more groups than others, who could make no further one.
+    It is also started again after a function that leaves ranks in different numbers of groups: they could make no more.
     """
 
     def __init__(self) -> None:

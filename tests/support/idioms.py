@@ -1,8 +1,8 @@
-"""Forty ways in which models use masks, counts and checks, by field. Each is a loss of activations and of a batch.
+"""Forty-three ways in which models use masks, counts and checks, by field. Each is a loss of activations and a batch.
 
-``h``: activations of shape (8, 6, 8). The batch, by name: ``mask`` of shape (8, 6), with a true element in each row;
-``ids``, whole numbers below 8 of shape (8, 6); ``edges``, of shape (2, 12), between 8 nodes; ``sizes``, whole numbers
-that sum to 8.
+``h``: activations of shape (8, 6, 8). The batch has ``mask`` of shape (8, 6), with a true element in each row;
+``ids``, integers below 8 of shape (8, 6); ``edges`` between 8 nodes, of shape (2, 12); and ``sizes``, integers that
+sum to 8.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Loss = Callable[[Tensor, "Batch"], Tensor]
 
 @dataclass(frozen=True)
 class Batch:
-    """What comes in beside the activations."""
+    """The inputs besides the activations."""
 
     mask: Tensor
     ids: Tensor
@@ -31,7 +31,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Idiom:
-    """``how``: with one program that computes all ``rows``, one for each finding of a ``guard``, or ``plain``."""
+    """``how`` it compiles: to one program for all ``rows``, to one for each outcome of a ``guard``, or as ``plain``."""
 
     name: str
     how: How

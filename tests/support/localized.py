@@ -1,4 +1,4 @@
-"""Small localized programs, written by hand, for the tests of virtual ranks and of gloo."""
+"""Small handwritten localized programs, for the tests of virtual ranks and of gloo."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 class Writer:
-    """Writes a localized program line by line; every value is given its global shape and its sharding."""
+    """Writes a localized program line by line; the caller gives each value its global shape and its sharding."""
 
     def __init__(self, mesh: Mesh, dtype: torch.dtype = torch.float32) -> None:
         self.mesh, self.dtype = mesh, dtype

@@ -33,14 +33,14 @@ CPU = torch.device("cpu")
 
 
 def measured(compiled: Compiled, *args: Any, **kwargs: Any) -> dict[str, int]:
-    """``saved`` and ``peak`` of a step on virtual ranks, of the rank where they are most."""
+    """``saved`` and ``peak`` bytes of a step on virtual ranks, each of the rank with the most."""
     program = compiled.program
     inputs = _inputs(compiled, args, kwargs)
     return MeasuringExecutor(program, SimulatedComm(compiled.mesh), is_eager=False).measure(inputs)
 
 
 def _inputs(compiled: Compiled, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[list[Tensor | None]]:
-    """The inputs of each rank; parameters are in the tier below where that is what the options say."""
+    """The inputs of each rank; parameters are stored in the tier below if the options say so."""
     program = compiled.program
     rows, tier = cut_inputs(program, compiled.inputs(program, args, kwargs)), tier_of(program.options.zero, CPU)
     if tier is not None:
@@ -51,12 +51,12 @@ def _inputs(compiled: Compiled, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def _bytes(storage: UntypedStorage) -> int:
-    """The bytes on the device."""
+    """The bytes of a storage on the device; 0 if a file backs it."""
     return storage.nbytes() if storage.filename is None else 0
 
 
 class MeasuringExecutor(Executor):
-    """``given``: by rank the inputs, and what is kept of them; ``held``: the outputs; ``peak``: bytes."""
+    """``given``: inputs of each rank, and values computed from them once; ``held``: outputs; ``peak``: bytes."""
 
     given: list[list[Tensor]]
     held: Sequence[Values]
@@ -83,7 +83,7 @@ class MeasuringExecutor(Executor):
         run_watched(part, envs, self.comm, look)
 
     def _made(self, rank: int, values: Iterable[Any]) -> int:
-        """The bytes that some values of a rank own, those of inputs apart."""
+        """The bytes of these values of a rank, without those that share storage with inputs."""
         given = {value.untyped_storage().data_ptr() for value in self.given[rank]}
         found = {tensor.untyped_storage() for value in values for tensor in _tensors(value)}
         sizes = {storage.data_ptr(): _bytes(storage) for storage in found}
@@ -91,9 +91,9 @@ class MeasuringExecutor(Executor):
 
 
 class Scores(TorchDispatchMode):
-    """Sees attention tile by tile, which holds scores while it runs: as many as test_dropped_attention.py measures.
+    """Notes calls of tiled attention, which holds scores while it runs, as test_dropped_attention.py measures.
 
-    ``held``: memory of that size.
+    ``held``: a tensor as large as these scores.
     """
 
     held = torch.empty(0)
@@ -110,9 +110,9 @@ class Scores(TorchDispatchMode):
 
 
 class Watcher(fx.Interpreter):
-    """Runs a part for several ranks, and looks at what is alive on each after every call, before anything dies of it.
+    """Runs a part for several ranks; after every call, looks at all live values of each rank, before any is freed.
 
-    ``look``: takes a rank and all its values, those in ``envs`` included.
+    ``look``: takes a rank and all its values, including those in ``envs``.
     """
 
     def __init__(self, part: PartRunner, envs: Sequence[Env], look: Callable[[int, Sequence[Any]], None]) -> None:
@@ -130,7 +130,7 @@ class Watcher(fx.Interpreter):
         return result
 
     def _column(self, node: fx.Node, value: Any) -> Sequence[Any]:
-        """The values of all ranks; virtual ranks have the results of a collective where it is started."""
+        """The value on each rank; on virtual ranks a collective has its results when it is started."""
         if callable(value):
             return value()  # type: ignore[no-any-return]
         return value if len(self.envs) > 1 or node.target is operator.call else [value]
@@ -139,7 +139,7 @@ class Watcher(fx.Interpreter):
 def run_watched(
     part: PartRunner, envs: Sequence[Env], comm: Comm | None, look: Callable[[int, Sequence[Any]], None]
 ) -> None:
-    """Run a part, and look at all values of each rank after every call."""
+    """Run a part, and call ``look`` with all values of each rank after every call."""
     if part.places or part.results:
         part.put(envs, Watcher(part, envs, look).run(part.take(envs), comm))
 
@@ -155,13 +155,13 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def without_optimizer(memory: dict[str, int], is_offloaded: bool = False) -> dict[str, int]:
-    """``saved`` and ``peak`` of announced memory without the optimizer's states, which no measured step has."""
+    """Announced ``saved`` and ``peak`` memory without the optimizer's states, which measured steps do not have."""
     states = 0 if is_offloaded else memory["optimizer"]
     return {"saved": memory["saved"], "peak": memory["peak"] - states}
 
 
 def measured_by_rank(compiled: Compiled, *args: Any) -> list[dict[str, int]]:
-    """``saved`` and ``peak`` of a step, for each rank of the pipeline that of its stages' rank that has most."""
+    """``saved`` and ``peak`` of a step for each pipeline rank, of the rank within its stages that has the most."""
     program = compiled.program
     assert program.mesh is not None
     comm = SimulatedComm(_stage_mesh(program.mesh))
@@ -176,14 +176,14 @@ def measured_by_rank(compiled: Compiled, *args: Any) -> list[dict[str, int]]:
 
 
 class Posted(LocalChannel):
-    """A channel that receives into memory of its own, as from another process."""
+    """A channel that receives into memory of its own, as if from another process."""
 
     __slots__ = ("posted", "under_way")
 
     def __init__(self) -> None:
         super().__init__()
         self.posted: dict[MessageId, Message] = {}
-        self.under_way: dict[MessageId, Message] = {}  # once a step, to its end, to another rank
+        self.under_way: dict[MessageId, Message] = {}  # messages sent once a step to another rank, until the step ends
 
     def send(self, key: MessageId, message: Message) -> None:
         super().send(key, message)
@@ -205,7 +205,7 @@ class Posted(LocalChannel):
 
 
 class MeasuringRun(ScheduleRun):
-    """``saved`` and ``peak``: by rank, bytes; ``at``: the rank that computes."""
+    """``saved`` and ``peak``: bytes by rank; ``at``: the rank that computes."""
 
     channel: Posted
 
@@ -227,7 +227,7 @@ class MeasuringRun(ScheduleRun):
             self.saved[self.at] = max(self.saved[self.at], found)
 
     def watching(self, reduce: Any) -> Any:
-        """A reduction whose operands are alive still when it is done."""
+        """A reduction that looks at live values while its operands and its result are alive."""
 
         def call(x: Tensor, y: Tensor) -> Tensor:
             made: Tensor = reduce(x, y)
@@ -238,7 +238,7 @@ class MeasuringRun(ScheduleRun):
         return call
 
     def look(self, i: int, beside: Sequence[Any] = ()) -> None:
-        """At what is alive on the rank that computes, of its stages' rank ``i``."""
+        """Update the peak by all live values on the rank that computes, at rank ``i`` within its stages."""
         given = {_place(value): value.nbytes for value in self._given(i) if _bytes(value.untyped_storage())}
         alive = sum(given.values()) + sum(self._made([*self._held(i), *beside]).values())
         self.peak[self.at] = max(self.peak[self.at], alive)
@@ -250,14 +250,14 @@ class MeasuringRun(ScheduleRun):
         held = {
             name for s, stage in enumerate(self.runner.stages.stages) if self._is_here(s) for name in stage.parameters
         }
-        moves = self.runner.host is not None  # parameters are on the device as copies, among what is made
+        moves = self.runner.host is not None  # then copies of parameters on the device count as computed values
         for slot, put in enumerate(self.runner.program.inputs):
             rows = self.inputs[i :: self.width] if self.runner.is_timed[slot] else self.inputs[i : i + 1]
             if put.kind != "parameter" or (put.name in held and not moves):
                 yield from (row[slot] for row in rows if row[slot] is not None)  # type: ignore[misc]
 
     def _held(self, i: int) -> Iterator[Any]:
-        """Most places of an env are empty."""
+        """All live values of the rank that computes; most places of an env are empty."""
         for stage in filter(self._is_here, self.values.of_step):
             yield from (*self.values.of_step[stage][i], *self.values.sums[stage][i].values())
         for (stage, _), envs in self.values.of_microbatch.items():
@@ -280,7 +280,7 @@ def _place(value: Tensor) -> tuple[Any, ...]:
 
 
 class MeasuringStage(StageRunner):
-    """Looks after each call, before anything dies of it."""
+    """A stage runner that looks at live values after each call, before any is freed."""
 
     def __init__(self, step: MeasuringRun, index: int, comm: Comm) -> None:
         super().__init__(step.runner.stages, index, comm, is_eager=False)

@@ -37,7 +37,7 @@ class Output:
 
 
 class TiedModel(nn.Module):
-    """A tied embedding, a frozen scale, a fused weight in blocks, a running buffer, dropout, a dataclass out."""
+    """A tied embedding, a frozen scale, a fused weight, running buffers and dropout; returns a dataclass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ TIED = {"ids": P("dp"), "fused.weight": P(blocks(3, "tp"))}
 
 
 class Summed(nn.Module):
-    """Two outputs that are both differentiable, none of them 0-dim."""
+    """Two differentiable outputs, neither of which is 0-dim."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Detached(Summed):
 
 
 class PerRow(nn.Module):
-    """Losses of the rows and what they are of; the sum of the losses is saved for backward in pieces."""
+    """A loss, the losses of the rows, and their activations; the row losses are saved for backward in pieces."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def ids(seed: int) -> dict[str, Any]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A DTensor gathered; any other tensor as it is."""
+    """The full tensor of a DTensor; any other tensor unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

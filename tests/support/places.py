@@ -1,4 +1,4 @@
-"""A custom op without a rule, in a file that is imported once: torch loses an op that is defined twice."""
+"""A custom op without a rule, in a file that is imported once: torch drops an op that is defined twice."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 @torch.library.custom_op("targets::places", mutates_args=())
 def places(x: Tensor) -> Tensor:
-    """Of each entry its place in its column."""
+    """The rank of each entry within its column."""
     return x.argsort(0).argsort(0).to(x.dtype)
 
 

@@ -18,7 +18,7 @@ from shardc.runtime.simulator import interpret
 
 
 class Function(nn.Module):
-    """A function of tensors as a model: those that are parameters are its own, the others its inputs."""
+    """A function of tensors as a model: parameters among the tensors belong to the model, the others are its inputs."""
 
     def __init__(self, function: Callable[..., Any], tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -32,12 +32,12 @@ class Function(nn.Module):
 
 
 def value(*shape: int) -> Tensor:
-    """An input."""
+    """A random input."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 def parameter(*shape: int) -> nn.Parameter:
-    """A parameter."""
+    """A random parameter."""
     return nn.Parameter(value(*shape))
 
 
@@ -48,7 +48,7 @@ def compiled(
     train: bool = False,
     **tensors: Tensor,
 ) -> shardc.Compiled:
-    """A function compiled, whose values and gradients on virtual ranks are those of the captured program."""
+    """Compile a function; assert that its values and gradients on virtual ranks are those of the captured program."""
     model = Function(function, tensors)
     inputs = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)}
     found = shardc.compile(model, mesh, annotations, kwargs=inputs, train=train)
@@ -59,17 +59,17 @@ def compiled(
 
 
 def after(name: str, *args: Any, **kwargs: Any) -> str:
-    """The printed program after a pass, of a function compiled as by ``compiled``."""
+    """The printed program after a pass, of a function compiled by ``compiled``."""
     return printed(compiled(*args, **kwargs).at(name))
 
 
 def printed(program: Program, phase: str = "") -> str:
-    """The values of a program or of one phase, one a line, and what it returns."""
+    """The values of a program or of one phase, one on each line, and its outputs."""
     return "\n".join(_lines(program, phase)) + "\n"
 
 
 def block(text: str) -> str:
-    """Expected lines, as they stand indented in a test."""
+    """The expected lines of a test without their indentation."""
     return textwrap.dedent(text).lstrip("\n")
 
 

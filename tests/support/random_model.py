@@ -1,6 +1,6 @@
 """Random models for property tests, and a check of such a model after every pass.
 
-A model is a list of drawn steps, each of which keeps a value of three dims.
+A model is a list of drawn steps, each of which maps a tensor of three dims to another.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardc.runtime.simulator import interpret, simulate
 
 SIZES = (4, 6, 8, 12)
 UNEVEN_SIZES = (1, 3, 5, 6, 10)
-BY_ROW = (  # ops that compute each sample by itself
+BY_ROW = (  # ops that compute each sample independently
     "gelu",
     "heads",
     "attention",
@@ -46,7 +46,7 @@ class Step:
 
 
 class RandomModel(nn.Module):
-    """Runs its steps over ``x`` of [batch, length, width]; a step that changes the width has a weight of its own."""
+    """Runs its steps over ``x`` of [batch, length, width]. Steps linear and qkv and those of ``ROWS`` have weights."""
 
     def __init__(self, width: int, steps: tuple[Step, ...]) -> None:
         super().__init__()
@@ -105,20 +105,20 @@ def draw_model(data: st.DataObject) -> tuple[RandomModel, Tensor]:
 
 
 def _heads(x: Tensor, number: int) -> Tensor:
-    """Split the width, swap, and merge again."""
+    """Split the width into two heads, transpose, and merge again."""
     b, t, d = x.shape
     return x.view(b, t, 2, d // 2).transpose(1, 2).reshape(b, 2 * t, d // 2).reshape(b, t, d) * (1 + number % 2)
 
 
 def _attention(x: Tensor, number: int) -> Tensor:
-    """Causal, of two heads."""
+    """Attention of two heads, causal if ``number`` is even."""
     q = x.unflatten(-1, (2, -1)).transpose(1, 2)
     y = F.scaled_dot_product_attention(q, q.sin(), q.cos(), is_causal=number % 2 == 0)
     return y.transpose(1, 2).flatten(2)
 
 
 def _put(x: Tensor, number: int) -> Tensor:
-    """Rows added where an index says."""
+    """``x`` with rows added at positions of an index."""
     where = torch.arange(x.shape[1]) * (number + 1) % x.shape[1]
     return x.index_add(1, where, x.sin()) + torch.zeros_like(x).scatter_add(0, x.argmax(0, keepdim=True), x[:1])
 
@@ -175,7 +175,7 @@ def meshes(draw: st.DrawFn) -> Mesh:
 
 @st.composite
 def annotations(draw: st.DrawFn, model: nn.Module, mesh: Mesh, x: Tensor) -> dict[str, P]:
-    """A P for the input and for some of the parameters."""
+    """A random ``P`` for the input and for some of the parameters."""
     found = {"x": _spec(draw, mesh, tuple(x.shape))}
     for name, parameter in model.named_parameters():
         if draw(st.booleans()):
@@ -185,13 +185,13 @@ def annotations(draw: st.DrawFn, model: nn.Module, mesh: Mesh, x: Tensor) -> dic
 
 @st.composite
 def options(draw: st.DrawFn, mesh: Mesh) -> dict[str, Any]:
-    """The further options of compile, or none."""
+    """Further options of ``compile``, each a value or None."""
     zero = st.builds(Zero, st.sampled_from(mesh.axis_names), st.sampled_from((1, 2, 3)))
     return {"zero": draw(st.none() | zero), "overlap": draw(st.sampled_from((None, "ring")))}
 
 
 def _spec(draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...]) -> P:
-    """Each axis cuts a drawn dim, or none; a size need not divide."""
+    """A ``P`` in which each axis cuts a drawn dim or none; sizes need not divide."""
     entries: list[list[str]] = [[] for _ in shape]
     for axis in mesh.axis_names:
         dim = draw(st.integers(-1, len(shape) - 1))
@@ -209,13 +209,13 @@ def check_program(data: st.DataObject) -> None:
 
 
 def check(model: RandomModel, x: Tensor, mesh: Mesh, chosen: dict[str, P], **options: object) -> None:
-    """The loss and every gradient, after every pass."""
+    """Assert that the loss and every gradient are those of one device after every pass."""
     loss = model(x)
     expected = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
     compiled = shardc.compile(model, mesh, chosen, args=(x,), **options)
     changed = {
         id(program): (name, program) for name, program in compiled.after.items()
-    }  # some passes find nothing to do
+    }  # without passes that change nothing
     for name, program in changed.values():
         runtime = simulate if program.level == "localized" else interpret
         output, gradients = compiled.run(runtime, program, (x,), {})

@@ -1,6 +1,6 @@
-"""What users read from tensors: each reading as a function of a tensor and a plain one of its shape.
+"""Ways in which users read tensors: each reading is a function of a tensor and a plain tensor of the same shape.
 
-The answer of a reading is what it gives for the whole tensor on one device.
+The expected answer of a reading is its result for the whole tensor on one device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Reading = Callable[[Tensor, Tensor], Any]
 
 
 def saved(x: Tensor, _: Tensor) -> Tensor:
-    """What ``torch.load`` reads of what ``torch.save`` wrote."""
+    """The tensor after ``torch.save`` and ``torch.load``."""
     buffer = io.BytesIO()
     torch.save(x.detach(), buffer)
     buffer.seek(0)
@@ -58,7 +58,7 @@ def through_data(x: Tensor, mate: Tensor) -> Tensor:
 
 
 def derivative(loss: Callable[[Tensor, Tensor], Tensor]) -> Reading:
-    """The gradient of a loss of a tensor."""
+    """A reading of the gradient of a loss."""
 
     def read(x: Tensor, mate: Tensor) -> Tensor:
         y = x.detach().clone().requires_grad_()
@@ -70,7 +70,7 @@ def derivative(loss: Callable[[Tensor, Tensor], Tensor]) -> Reading:
 
 
 def plain_derivative(x: Tensor, mate: Tensor) -> Tensor:
-    """The gradient of a plain tensor that is multiplied with another."""
+    """The gradient of a plain tensor that is multiplied by ``x``."""
     weight = mate.clone().requires_grad_()
     (x.detach() * weight).sum().backward()
     assert weight.grad is not None
@@ -270,7 +270,7 @@ READINGS: Mapping[str, Reading] = {
 
 
 def outcome(read: Reading, x: Tensor, mate: Tensor) -> tuple[str, Any]:
-    """``("value", a plain value)``, or ``("error", its first lines)``."""
+    """``("value", a plain value)``, or ``("error", its type and message)``."""
     try:
         return "value", plain(read(x, mate))
     except Exception as error:
@@ -278,7 +278,7 @@ def outcome(read: Reading, x: Tensor, mate: Tensor) -> tuple[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A value as numbers in lists; a DTensor by what all ranks together say that it is."""
+    """A value as numbers in lists; a DTensor as its full tensor."""
     if isinstance(value, DTensor):
         value = value.full_tensor()
     if isinstance(value, (Tensor, np.ndarray, np.generic)):

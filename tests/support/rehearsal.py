@@ -1,9 +1,9 @@
-"""A training step without a device: one rank of a job of fake processes, with every tensor on meta.
+"""Rehearses a training step without a device: one rank of a job of fake processes, with every tensor on meta.
 
-What makes an accelerator and its host wait for each other is an error here: torch reads no number of a tensor on meta
-and copies none to the host, and ``watched`` refuses tensors that are made on the host. It refuses a collective that is
-waited for before something computes with its result, too. Streams, pinned memory and the order of NCCL's calls only an
-accelerator shows.
+A step in which an accelerator and its host wait for each other raises an error: torch cannot read a number of a meta
+tensor or copy it to the host, and ``watched`` refuses tensors that are made on the host. It also refuses a collective
+that is waited for before a call that computes with its result. Streams, pinned memory and the order of NCCL's calls
+can only be tested on an accelerator.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RUN, WAIT = PartRunner.run, torch.ops._c10d_functional.wait_tensor.default
 
 @contextmanager
 def fake_job(num_ranks: int) -> Iterator[None]:
-    """In the block this process is the first of ``num_ranks``, the others of which are not there."""
+    """Within the block, this process is the first of ``num_ranks`` ranks; the others do not exist."""
     devices = [*dist.Backend.backend_capability["fake"], "meta"]
     with mock.patch.dict(dist.Backend.backend_capability, fake=devices):
         dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
@@ -47,7 +47,7 @@ def fake_job(num_ranks: int) -> Iterator[None]:
 
 
 def rehearse(compiled: Compiled) -> None:
-    """Run the forward and backward parts of a compiled program, as the first rank. StallError where a device waits."""
+    """Run forward and backward of a compiled program as the first rank. Raises a StallError if a device would wait."""
     program = compiled.program
     values: dict[str, list[Tensor | None]] = {"inputs": [], "tangents": []}
     for put, node in zip(program.inputs, program.placeholders, strict=True):
@@ -62,12 +62,12 @@ def rehearse(compiled: Compiled) -> None:
 
 
 class StallError(AssertionError):
-    """A device would wait: for a tensor that the host makes, or for a collective whose result nothing reads yet."""
+    """A device would wait for a tensor that the host makes, or for a collective whose result is not read yet."""
 
 
 @dataclass(slots=True)
 class Unread:
-    """A collective that was waited for: the storages of its results, and the call that it was waited for by."""
+    """A collective that was waited for: the storages of its results, and the call that must read them."""
 
     kind: str
     results: set[int]
@@ -75,12 +75,12 @@ class Unread:
 
 
 class watched(TorchDispatchMode):
-    """In the block, an op that a device would wait for without need is a StallError.
+    """Within the block, an op that makes a device wait without need raises a StallError.
 
-    Its result must be on meta. A call that waits for a collective must compute with its result, or send it.
-    Reductions to shards are left out: the third one waits for the first, to bound their memory. State: ``started``: the
-    kinds of all collectives. ``_starting``: the kind of the one that is being started. ``_is_waiting``: one is being
-    waited for. ``_unread``: those that were waited for and are not read yet.
+    The result of each op must be on meta. A call that waits for a collective must compute with its result or send it.
+    Reductions to shards are exempt: the third waits for the first, to bound their memory. State: ``started``, the kinds
+    of all collectives; ``_starting``, the kind of the collective that is being started; ``_is_waiting``, whether one is
+    being waited for; ``_unread``, collectives that were waited for and have not been read.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class watched(TorchDispatchMode):
         return result
 
     def _read(self, operands: Any) -> None:
-        """Note that the call that runs computes with tensors, or sends them."""
+        """Record that the current call computes with these tensors or sends them."""
         now, storages = _running(), _storages(operands)
         for each in self._unread:
             if each.reader not in (None, now):
@@ -124,7 +124,7 @@ class watched(TorchDispatchMode):
         self._unread = [each for each in self._unread if each.results.isdisjoint(storages)]
 
     def _run(self, run: Any, part: PartRunner, *args: Any) -> None:
-        """Run a part of a program, at whose end every collective is waited for."""
+        """Run a part of a program; at its end every collective has been waited for."""
         run(part, *args)
         self._unread.clear()
 
@@ -136,7 +136,7 @@ class watched(TorchDispatchMode):
             finish = start(comm, first, operands, *args, **kwargs)
 
         def wait() -> Any:
-            self._is_waiting = True  # what a wait itself computes is no reader of another collective
+            self._is_waiting = True  # computations of a wait itself do not count as reading another collective
             results = finish()
             self._is_waiting = False
             if kind not in ("reduce_scatter", *LOCAL_KINDS):
@@ -152,7 +152,7 @@ def _storages(nest: Any) -> set[int]:
 
 
 def _running() -> Place | None:
-    """Where the call comes from that an op is part of."""
+    """The place of the program's call that is running."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_back is not None:
         if frame.f_back.f_code is RUN.__code__ and "module" in frame.f_back.f_locals:

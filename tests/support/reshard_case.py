@@ -1,4 +1,4 @@
-"""Random shardings of one value, and the value laid out on every rank and read back."""
+"""Random shardings of a value, and functions that lay it out on all ranks and read it back."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from shardc.runtime.comm.dtensor import pad, shard, unshard
 from shardc.runtime.comm.simulated import SimulatedComm
 
 MAX_RANKS = 24
-GARBAGE = 77.0  # what padding reads before anything is done
+GARBAGE = 77.0  # the value of padding before the first step
 
 
 @dataclass(frozen=True)
 class Case:
-    """A value's shape and two shardings that divide it."""
+    """The shape of a value, and two shardings of it."""
 
     shape: tuple[int, ...]
     src: Sharding
@@ -38,7 +38,7 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn, smallest: int = 1) -> Case:
-    """Meshes of 1 to 3 axes, several axes a dim, parts of axes, cuts in blocks, reductions left open or done."""
+    """Even cuts: meshes of 1 to 3 axes, several axes on a dim, parts of axes, cuts in blocks, open or closed sums."""
     mesh, ndim = draw(meshes(smallest)), draw(st.integers(1, 3))
     op = draw(st.sampled_from(["sum", "max", "min"]))
     sides = [[draw(cut_dims(parts, ndim)), parts] for parts in (draw(axis_parts(mesh)), draw(axis_parts(mesh)))]
@@ -55,7 +55,7 @@ def cases(draw: st.DrawFn, smallest: int = 1) -> Case:
 
 @st.composite
 def uneven_cases(draw: st.DrawFn) -> Case:
-    """Sizes that need not divide, 0 and 1 among them, and dims merged of one that is cut and others."""
+    """Sizes that need not divide, including 0 and 1, and dims merged from a cut dim and others."""
     mesh, ndim = draw(meshes()), draw(st.integers(1, 3))
     op = draw(st.sampled_from(["sum", "max", "min"]))
     shape = tuple(draw(st.sampled_from([0, 1, 2, 3, 5, 6, 7, 10, 12, 15])) for _ in range(ndim))
@@ -70,7 +70,7 @@ def uneven_cases(draw: st.DrawFn) -> Case:
 
 @st.composite
 def uneven_cut(draw: st.DrawFn, cut: Cut, size: int) -> DimSharding:
-    """A cut of the dim, or of the major or the minor part of it."""
+    """A cut of the whole dim, or of its major or minor part."""
     inner = draw(st.sampled_from([1, *(each for each in (2, 3, 5) if size and size % each == 0)]))
     cuts = DimSharding(merge_parts(cut.axes)), DimSharding(merge_parts(cut.minor))
     return join_dim([(size // inner, cuts[0]), (inner, cuts[1])]) if inner > 1 else cuts[0]
@@ -78,7 +78,7 @@ def uneven_cut(draw: st.DrawFn, cut: Cut, size: int) -> DimSharding:
 
 @st.composite
 def meshes(draw: st.DrawFn, smallest: int = 1) -> Mesh:
-    """One to three axes of 1 to 4 ranks."""
+    """A mesh of one to three axes of ``smallest`` to 4 ranks, and of 24 ranks at most."""
     sizes = draw(st.lists(st.integers(smallest, 4), min_size=1, max_size=3))
     while math.prod(sizes) > MAX_RANKS:
         sizes.pop()
@@ -87,7 +87,7 @@ def meshes(draw: st.DrawFn, smallest: int = 1) -> Mesh:
 
 @st.composite
 def axis_parts(draw: st.DrawFn, mesh: Mesh) -> Axes:
-    """Every axis of a mesh, whole or in two parts, in any order."""
+    """Every axis of a mesh, whole or split in two, in any order."""
     parts: list[AxisPart] = []
     for name in mesh.axis_names:
         axis = mesh.axis(name)
@@ -97,7 +97,7 @@ def axis_parts(draw: st.DrawFn, mesh: Mesh) -> Axes:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a dim shall be cut: each of ``count`` pieces of what ``axes`` leave is cut by ``minor``."""
+    """A cut of a dim: ``axes`` cut it first, then ``minor`` cuts each of ``count`` blocks of the local part."""
 
     axes: Axes
     count: int
@@ -106,7 +106,7 @@ class Cut:
 
 @st.composite
 def cut_dims(draw: st.DrawFn, parts: Axes, ndim: int) -> list[Cut]:
-    """Each part cuts a dim, or none; some dims in blocks."""
+    """A cut of each dim: each part cuts one dim or none, and some dims are cut in blocks."""
     places = [draw(st.integers(-1, ndim - 1)) for _ in parts]
     dims: list[Cut] = []
     for i in range(ndim):
@@ -126,7 +126,7 @@ def in_blocks(cut: Cut, size: int) -> DimSharding:
 
 
 def all_shardings(mesh: Mesh, ndim: int, with_partial: bool = True) -> list[Sharding]:
-    """Every plain sharding by whole axes: each axis free, partial, or on a dim, in every order."""
+    """Every plain sharding by whole axes: each axis is free, partial, or on a dim, in every order."""
     axes = [mesh.axis(name) for name in mesh.axis_names]
     found: list[Sharding] = []
     for places in product(range(-2 if with_partial else -1, ndim), repeat=len(axes)):
@@ -141,12 +141,12 @@ def all_shardings(mesh: Mesh, ndim: int, with_partial: bool = True) -> list[Shar
 
 
 def integers(shape: Sequence[int], seed: int = 0) -> Tensor:
-    """Whole numbers in float64, so that sums in any order are equal."""
+    """Random integers in float64, so that sums in any order are equal."""
     return torch.randint(-9, 10, tuple(shape), generator=torch.Generator().manual_seed(seed)).double()
 
 
 def lay_out(whole: Tensor, sharding: Sharding) -> list[Tensor]:
-    """What each rank holds of a whole value; over partial axes, terms that reduce to it."""
+    """The local value of each rank; over partial axes, terms that reduce to the whole value."""
     num_terms = num_shards(sharding.partial_axes)
     every = terms(whole, num_terms, sharding.partial[0][1] if sharding.partial else "sum")
     mesh, cuts = sharding.mesh, sharding.reduced()
@@ -155,7 +155,7 @@ def lay_out(whole: Tensor, sharding: Sharding) -> list[Tensor]:
 
 
 def terms(whole: Tensor, count: int, op: ReduceOp) -> list[Tensor]:
-    """``count`` tensors, all different, that reduce to a whole one."""
+    """``count`` different tensors that reduce to ``whole``."""
     found = [integers(whole.shape, seed) for seed in range(1, count)]
     if op == "sum":
         return [whole - sum(found, torch.zeros_like(whole)), *found]
@@ -165,14 +165,14 @@ def terms(whole: Tensor, count: int, op: ReduceOp) -> list[Tensor]:
 
 
 def read_back(pieces: Sequence[Tensor], sharding: Sharding, comm: SimulatedComm, shape: tuple[int, ...]) -> Tensor:
-    """The whole value of ``shape`` that the ranks hold together; an AssertionError where replicas differ."""
+    """The whole value of ``shape`` that the ranks hold together. Raises an AssertionError if replicas differ."""
     for part, op in sharding.partial:
         pieces = comm.all_reduce(pieces, (sharding.mesh.print_part(part),), op)
     return unshard(pieces, sharding.reduced(), shape)
 
 
 def take(step: Step, held: Sequence[Tensor], comm: SimulatedComm) -> Sequence[Tensor]:
-    """What the ranks hold after a step, its operand and result made to fit as localize does."""
+    """The local values after a step; its operand and result are padded or cut as localize does."""
     if step.kind == "view":
         return [piece.view(step.sharding.local_shape(step.shape)) for piece in held]
     made, count = step.sharding.local_shape(step.shape), group_size(comm.mesh, step.kind, step.args)

@@ -1,7 +1,7 @@
 """The fewest bytes that any sequence of collectives sends from one sharding to another: Dijkstra over all shardings.
 
-Axes are taken apart into *atoms*, parts of prime sizes. A state says which atoms cut each dim, major first, and over
-which a sum is open. From state to state lead the collectives that a runtime has, and each costs what a rank sends:
+Axes are split into *atoms*, parts of prime sizes. A state names the atoms that cut each dim, major first, and those
+over which a sum is open. An edge is a collective of the runtime, and its cost is the number of bytes that a rank sends:
 
 - ``shard_slice`` cuts a dim by an atom that neither cuts nor is partial, and sends nothing;
 - ``all_gather`` joins the minor atoms of a dim: of n pieces a rank sends n - 1;
@@ -9,8 +9,8 @@ which a sum is open. From state to state lead the collectives that a runtime has
 - ``reduce_scatter`` closes the sum over some atoms and cuts a dim by them: as much; ``all_reduce``: twice as much;
 - ``collective_permute`` leads to each state with the same local shape and the same open sums: the whole local value.
 
-In every state each dim is cut evenly, and no local value is larger than the larger of both ends. A collective costs
-nothing but its bytes, so that a sequence of many is as good as one.
+In every state each dim is cut evenly, and no local value is larger than the larger local value of source and target.
+Only bytes count, so a sequence of many collectives is as good as one.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from shardc.language.sharding import DimSharding, Sharding, num_shards
 from shardc.program.collective import Step, group_size, wire_bytes
 
 Atoms = tuple[int, ...]
-Cuts = tuple[Atoms, ...]  # of each dim
-State = tuple[Cuts, frozenset[int]]  # and what is partial
-Edge = tuple[State, int]  # what a collective leads to, and what a rank sends
+Cuts = tuple[Atoms, ...]  # the atoms that cut each dim
+State = tuple[Cuts, frozenset[int]]  # the cuts, and the partial atoms
+Edge = tuple[State, int]  # the state after a collective, and the units that a rank sends
 
 
 def prime_parts(mesh: Mesh) -> Axes:
-    """The axes of a mesh in parts of prime sizes, major first."""
+    """The axes of a mesh split into parts of prime sizes, major first."""
     parts: list[AxisPart] = []
     for name, size in mesh.sizes.items():
         pre = 1
@@ -46,9 +46,9 @@ def prime_parts(mesh: Mesh) -> Axes:
 
 
 class ReshardSearch:
-    """Searches between shardings of ``ndim`` dims on one mesh. What a state leads to is kept from search to search.
+    """Searches between shardings of ``ndim`` dims on one mesh. Edges of a state are cached for later searches.
 
-    Sizes are counted in units, of which a whole value has ``units``: so many that what is sent is a whole number.
+    Sizes are counted in units. A whole value has ``units`` of them: enough that every message is a whole number.
     """
 
     def __init__(self, mesh: Mesh, ndim: int) -> None:
@@ -58,7 +58,7 @@ class ReshardSearch:
         self.known_permutes: dict[frozenset[int], dict[tuple[int, ...], list[State]]] = {}
 
     def least(self, src: Sharding, dst: Sharding, shape: tuple[int, ...]) -> int:
-        """The units that a rank sends at least. Both shardings are plain and cut the shape evenly."""
+        """The fewest units that a rank can send. Both shardings must be plain and cut the shape evenly."""
         start, target = self.state(src), self.state(dst)
         bound = max(self.local(start), self.local(target))
         costs, done, permuted = {start: 0}, set(), set()
@@ -69,7 +69,7 @@ class ReshardSearch:
                 continue
             done.add(state)
             edges, kind = self.edges(state), (self.counts(state[0]), state[1])
-            if kind not in permuted:  # the first state of its kind is the cheapest, and leads to all others
+            if kind not in permuted:  # the first state of its kind is the cheapest, and a permute leads to all others
                 permuted.add(kind)
                 edges = edges + self.permutes(state)
             for after, sent in edges:
@@ -88,11 +88,11 @@ class ReshardSearch:
         return tuple(cuts), frozenset(map(self.atoms.index, split_parts(sharding.partial_axes, ends)))
 
     def pieces(self, atoms: Atoms) -> int:
-        """Into how many pieces atoms cut."""
+        """The number of pieces into which atoms cut."""
         return math.prod([self.atoms[atom].size for atom in atoms])
 
     def counts(self, cuts: Cuts) -> tuple[int, ...]:
-        """Into how many pieces each dim is cut."""
+        """The number of pieces into which each dim is cut."""
         if cuts not in self.known_counts:
             self.known_counts[cuts] = tuple(map(self.pieces, cuts))
         return self.known_counts[cuts]
@@ -106,7 +106,7 @@ class ReshardSearch:
         return not any(map(operator.mod, shape, self.counts(state[0])))
 
     def edges(self, state: State) -> list[Edge]:
-        """Where each collective but a permute leads to."""
+        """The edges of all collectives except permutes."""
         if state not in self.known_edges:
             self.known_edges[state] = [*self._moves(state), *self._reductions(state)]
         return self.known_edges[state]
@@ -135,7 +135,7 @@ class ReshardSearch:
                 yield (after, still), wire_bytes("reduce_scatter", local, count)
 
     def permutes(self, state: State) -> list[Edge]:
-        """Where a permute leads to: each state whose dims are cut into as many pieces, with the same open sums."""
+        """The edges of permutes: to each state with the same open sums whose dims are cut into as many pieces."""
         cuts, partial = state
         if partial not in self.known_permutes:
             found = self.known_permutes[partial] = {}
@@ -145,7 +145,7 @@ class ReshardSearch:
 
 
 def put(cuts: Cuts, *changes: tuple[int, Atoms]) -> Cuts:
-    """The cuts with other atoms on some dims."""
+    """The cuts with the atoms of some dims replaced."""
     after = list(cuts)
     for dim, atoms in changes:
         after[dim] = atoms
@@ -153,7 +153,7 @@ def put(cuts: Cuts, *changes: tuple[int, Atoms]) -> Cuts:
 
 
 def every_cut(atoms: set[int], ndim: int) -> Iterator[Cuts]:
-    """Every way to cut so many dims by some of the atoms, in every order."""
+    """Every way to cut ``ndim`` dims by some of the atoms, in every order."""
     if ndim == 0:
         yield ()
         return
@@ -162,7 +162,7 @@ def every_cut(atoms: set[int], ndim: int) -> Iterator[Cuts]:
 
 
 def units_sent(src: Sharding, steps: Sequence[Step], shape: tuple[int, ...]) -> int:
-    """What a rank sends in the steps of a plan, in the units of a search."""
+    """The units that a rank sends in the steps of a plan."""
     total, before, scale = 0, src, src.mesh.size**2
     for step in steps:
         local = max(math.prod(each.local_shape(shape)) for each in (before, step.sharding))
@@ -189,9 +189,9 @@ class Pair:
 
 
 def random_pair(meshes: Sequence[Mesh], seed: int) -> Pair:
-    """A value of 2 to 4 dims: axes and halves of axes cut any dim in any order, some sums are open, some stay so.
+    """A pair for a value of 2 to 4 dims: axes and their halves cut any dim in any order; some sums are or stay open.
 
-    A dim is as long as both cuts need, or long enough for all axes.
+    The size of a dim is the least that both cuts divide, or twice the size of the mesh.
     """
     rng = random.Random(seed)
     mesh, ndim = rng.choice(meshes), rng.randint(2, 4)
@@ -205,7 +205,7 @@ def random_pair(meshes: Sequence[Mesh], seed: int) -> Pair:
 
 
 def _random_cuts(rng: random.Random, mesh: Mesh, ndim: int) -> tuple[tuple[DimSharding, ...], Axes]:
-    """What cuts each dim, and what cuts none."""
+    """The cut of each dim, and the parts of axes that cut none."""
     whole = list(map(mesh.axis, mesh.axis_names))
     halved = [axis for axis in whole if axis.size == 4 and rng.random() < 0.5]
     parts = [*(axis for axis in whole if axis not in halved), *(half for axis in halved for half in halves(axis))]

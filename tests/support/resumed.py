@@ -1,4 +1,4 @@
-"""What a job of examples/resume.py or examples/ray_train.py prints, and what one device would."""
+"""The losses that a job of examples/resume.py or examples/ray_train.py prints, and those of one device."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from shardc import Mesh
 
 
 def losses(printed: str) -> list[tuple[int, float]]:
-    """Each step that was printed, with its loss."""
+    """The printed steps, each with its loss."""
     return [(int(step), float(loss)) for step, loss in re.findall(r"step (\d+)  loss (\S+)", printed)]
 
 
 def losses_of_one_device(steps: int, is_scheduled: bool = False) -> list[float]:
-    """The losses of training that nothing disturbs. ``is_scheduled``: the learning rate falls, as in resume.py."""
+    """The losses of uninterrupted training. ``is_scheduled``: the learning rate falls, as in resume.py."""
     torch.manual_seed(0)
     model = shardc.parallelize(GPT(CONFIG), Mesh(one=1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -31,7 +31,7 @@ from shardc.ops.zigzag import in_order, zigzag
 from shardc.program.user_rules import Case, case_of
 
 LINES = [line for line in Path(__file__).with_name("rule_examples.txt").read_text().splitlines() if line]
-GONE = () if hasattr(torch.ops.aten, "cholesky") else ("cholesky.default",)  # from torch 2.14
+GONE = () if hasattr(torch.ops.aten, "cholesky") else ("cholesky.default",)  # ops that torch 2.14 removes
 EXAMPLES = [tuple(line.split("  ", 1)) for line in LINES if not line.startswith(("#", *GONE))]
 
 
@@ -44,7 +44,7 @@ PYTHON_OPS = {op.__name__: op for op in (*OTHER_OPS, *POSITION_OPS)}
 
 
 class Draw(dict[str, Any]):
-    """The names that an example may use; a letter is a size that 2 and 3 divide."""
+    """The names that an example may use; any other name is a size that 2 and 3 divide."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(
@@ -94,7 +94,7 @@ class Draw(dict[str, Any]):
 
 
 def make_case(name: str, text: str, seed: int) -> Case:
-    args, kwargs = eval(f"call({text})", {}, _with_call(Draw(seed)))  # the table is ours
+    args, kwargs = eval(f"call({text})", {}, _with_call(Draw(seed)))  # safe: the text comes from our own table
     return case_of(op_named(name), args, kwargs)
 
 

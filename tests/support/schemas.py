@@ -1,4 +1,4 @@
-"""Compare a JSON Schema with values: which properties it has, and which of them a value uses."""
+"""Compares a JSON Schema with values: the properties that it defines, and those that a value uses."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ Properties = set[tuple[str, str]]
 
 
 def errors(record: Any, schema: Any) -> list[str]:
-    """Where a record is not as a schema says."""
+    """The messages of a record's violations of a schema."""
     return [error.message for error in Draft202012Validator(schema).iter_errors(record)]
 
 
 def met(record: Any, schema: Any) -> Properties:
-    """The properties of the schema that a record has, each with the object that it is a property of."""
+    """The properties of the schema that a record has, each with the place of its object."""
     return set(_met(record, schema, "", schema))
 
 
 def said(schema: Any) -> Properties:
-    """Every property that the schema has, likewise."""
+    """Every property that the schema defines, each with the place of its object."""
     return set(_said(schema, "", schema, set()))
 
 
 def objects(schema: Any) -> list[dict[str, Any]]:
-    """What it says of objects."""
+    """All subschemas of type ``object``."""
     return [each for each in _schemas(schema) if each.get("type") == "object"]
 
 

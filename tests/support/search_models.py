@@ -1,4 +1,4 @@
-"""Models that the search of plans is tested with: few layers, on meta, of the sizes that are trained."""
+"""Models for tests of the plan search: few layers, on meta, with widths as in real training."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def mlp_model(positions: tuple[int, ...] = (256,)) -> Call:
 
 
 def chain(*widths: int) -> nn.Sequential:
-    """A chain of products, which has nothing but weights."""
+    """A chain of matrix products that has only weights."""
     with torch.device("meta"):
         return nn.Sequential(*(nn.Linear(i, o, bias=False) for i, o in pairwise(widths)))
 
@@ -72,7 +72,7 @@ class Residual(nn.Module):
 
 
 class Recommender(nn.Module):
-    """Clicks, predicted from the rows of a large table that ``ids``, ``[sample, feature]``, are of."""
+    """Predicts clicks from the rows ``ids`` of a large table, ``[sample, feature]``; returns the loss."""
 
     def __init__(self, rows: int, width: int, features: int, hidden: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A small GPT whose parameters are all drawn alike, and annotations of it for a mesh."""
+"""A small GPT with all parameters drawn from one distribution, and its annotations for a mesh."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def drawn_gpt(size: Config, batch: int = 8) -> tuple[nn.Module, tuple[Tensor, ..
 
 
 def annotations_on(mesh: Mesh) -> dict[str, P]:
-    """Data and tensor parallelism, as far as the mesh has their axes."""
+    """Annotations for data and tensor parallelism whose axes the mesh has."""
     return {key: spec for key, spec in {**DATA, **MEGATRON}.items() if set(spec.axes) <= set(mesh.axis_names)}

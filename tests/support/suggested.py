@@ -1,4 +1,4 @@
-"""What ``shardc suggest`` might find: a record with all that a record may have."""
+"""A possible result of ``shardc suggest``: a record with every field that a record can have."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def plan(step: float, peak: int, **changes: Any) -> SuggestionEntry:
 
 
 def found(**changes: Any) -> Suggested:
-    """Two plans that fit in 80 GB, one of them with a pipeline, one that does not, and more candidates."""
+    """Two plans that fit in 80 GB, one of them with a pipeline, a plan that does not fit, and more candidates."""
     machine = cluster("nvlink,infiniband", "h100", 16, 2)
     piped = plan(
         2.0, 20 * GB, mesh={"pp": 2, "dp": 8}, zero=None, remat="Remat(blocks='h.*')",

@@ -33,19 +33,19 @@ def mlp(**settings: Any) -> tuple[Any, ...]:
 
 
 def for_mesh(mesh: Mesh, **settings: Any) -> tuple[Any, ...]:
-    """Annotates what the mesh has axes for."""
+    """An MLP with the annotations whose axes the mesh has."""
     model, args, kwargs, annotations = mlp(**settings)
     return model, args, kwargs, annotations if "tp" in mesh.axis_names else {"x": P(*{"dp"} & {*mesh.axis_names})}
 
 
 def bare() -> tuple[Any, ...]:
-    """No annotations, inputs by keyword."""
+    """An MLP without annotations, with inputs by keyword."""
     model, (x, target), _, _ = mlp()
     return model, (x,), {"target": target}
 
 
 class Branching(nn.Module):
-    """Has no graph: it branches on a number that it draws."""
+    """A model without a graph: it branches on a number that it draws."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def branching() -> tuple[Any, ...]:
 
 
 class Sparse(nn.Module):
-    """Computes with what is no dense tensor."""
+    """A model that computes with a sparse tensor."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.sparse.mm(x.diag().to_sparse(), x[:, None]).sum()
@@ -79,7 +79,7 @@ def failing() -> tuple[Any, ...]:
 
 
 class Demanding(nn.Module):
-    """Raises an error of its own."""
+    """A model that raises its own error."""
 
     def forward(self, x: Tensor) -> Tensor:
         raise KeyError("labels are missing")
@@ -90,7 +90,7 @@ def demanding() -> tuple[Any, ...]:
 
 
 class Looking(nn.Module):
-    """Looks up what is not there."""
+    """A model that looks up a row beyond its table."""
 
     def forward(self, table: Tensor, places: Tensor) -> Tensor:
         return table[places].sum()
@@ -107,7 +107,7 @@ def convolution() -> tuple[Any, ...]:
 
 
 class Weighed(nn.Module):
-    """A layer, each of whose results is weighed by its place in the batch; and what was seen of it before."""
+    """A fused layer whose results are weighed by the rank of each input in its column, less a buffer ``seen``."""
 
     seen: Tensor
 
@@ -122,13 +122,13 @@ class Weighed(nn.Module):
 
 
 def weighed() -> tuple[Any, ...]:
-    """Has an op without a rule, a buffer, and a cut that moves into the blocks of a fused weight, with a note."""
+    """A target with an op without a rule, a buffer, and a cut that moves into blocks of a fused weight, with a note."""
     torch.manual_seed(0)
     return Weighed(), (torch.randn(8, 8),), {}, {"x": P("dp"), "layer.weight": P("tp")}
 
 
 class Unmade(nn.Module):
-    """Cannot be made."""
+    """A model whose constructor fails."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def unmade() -> tuple[Any, ...]:
 
 
 def overfed() -> tuple[Any, ...]:
-    """More inputs than forward takes."""
+    """A target with more inputs than forward takes."""
     return Branching(), (torch.ones(4), torch.ones(4))
 
 
@@ -154,7 +154,7 @@ class Block(nn.Module):
 
 
 class Misfit(nn.Module):
-    """Its second block cannot take what comes out of the first."""
+    """A model whose second block cannot take the output of the first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,13 +169,13 @@ def misfit() -> tuple[Any, ...]:
 
 
 def loud() -> tuple[Any, ...]:
-    """Prints, as users do."""
+    """A target that prints, as those of users may."""
     print("making the model")
     return mlp()
 
 
 class Ending(nn.Module):
-    """Ends the process."""
+    """A model that ends the process."""
 
     def forward(self, x: Tensor) -> Tensor:
         raise SystemExit(5)
@@ -186,7 +186,7 @@ def ending() -> tuple[Any, ...]:
 
 
 class Silent(nn.Module):
-    """Raises, and says nothing."""
+    """A model that raises an error without a message."""
 
     def forward(self, x: Tensor) -> Tensor:
         raise LookupError

@@ -1,4 +1,4 @@
-"""Task 3: a model like Mixtral, whose experts are each cut over tp, or are whole and spread over dp."""
+"""Task 3: a model like Mixtral, with each expert cut over tp, or with whole experts spread over dp."""
 
 import torch
 from llama import SIZES, train

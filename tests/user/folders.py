@@ -1,4 +1,4 @@
-"""Task 6: weights from a Hugging Face folder into a model on meta, trained, and back."""
+"""Task 6: load a Hugging Face folder into a model on meta, train it, and save it."""
 
 import tempfile
 from pathlib import Path

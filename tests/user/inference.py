@@ -1,4 +1,4 @@
-"""Task 12: tokens with a cache, on virtual ranks or under torchrun."""
+"""Task 12: generate tokens with a cache, on virtual ranks or under torchrun."""
 
 import os
 

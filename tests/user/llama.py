@@ -23,7 +23,7 @@ SIZES = {
 
 
 def train(model, ids, steps=3):
-    """The losses of a few steps."""
+    """Train for a few steps; returns their losses."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for _ in range(steps):

@@ -1,4 +1,4 @@
-"""Task 11: rows of 32 k tokens: positions cut, or heads and positions between layers; bfloat16 with recomputation."""
+"""Task 11: rows of 32 k tokens, cut by positions, or by heads and between layers by positions; bfloat16 and remat."""
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -22,7 +22,7 @@ def new_model(tokens):
 
 
 def plans(tokens=TOKENS):
-    """Bytes that a rank saves for backward and its operations: on one device, cut, in bfloat16, in a ring."""
+    """Bytes that a rank saves for backward, and its operations: on one device, cut, cut in bfloat16, and in a ring."""
     model, ids = new_model(tokens), torch.zeros(1, tokens, dtype=torch.long)
     call = {"input_ids": ids, "labels": ids}
     whole = shardc.compile(model, Mesh(one=1), kwargs=call)
@@ -33,7 +33,7 @@ def plans(tokens=TOKENS):
 
 
 def losses(tokens=TOKENS, **options):
-    """Of two ranks and of one device."""
+    """The losses of two ranks and of one device."""
     model, ids = new_model(tokens), torch.randint(64, (1, tokens))
     parallel = shardc.parallelize(model, Mesh(tp=2), CUT, **options)
     return [each(input_ids=ids, labels=ids).loss for each in (parallel, model)]

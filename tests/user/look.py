@@ -1,4 +1,4 @@
-"""Task 9: the report of a plan, as a page, as text, and why a collective is there. Also a target of the commands."""
+"""Task 9: the report of a plan as a page and as text, and the reason of a collective. Also a target of the commands."""
 
 import torch
 from llama import ANNOTATIONS, SIZES

@@ -1,4 +1,4 @@
-"""Task 5: LoRA with peft; the adapter is saved, and read by plain peft."""
+"""Task 5: LoRA with peft; the adapter is saved, and plain peft reads it."""
 
 import tempfile
 

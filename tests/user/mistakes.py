@@ -1,4 +1,4 @@
-"""Task 10: ten mistakes of a first day, each with what a user typed and what the error must name."""
+"""Task 10: ten mistakes of a first day, each with the code that a user typed and words that the error must contain."""
 
 import torch
 from gpt import GPT, Config
@@ -17,7 +17,7 @@ def run(mesh, annotations, args=CALL, kwargs=None, **options):
     return shardc.parallelize(GPT(CONFIG), mesh, annotations, args=args, kwargs=kwargs, **options)
 
 
-# What was typed, the words that name the argument, and words of the remedy.
+# The typed code, the words that name the argument, and words of the remedy.
 MISTAKES = {
     "a name with a slip": (lambda: run(Mesh(dp=2), {"idz": P("dp")}), "annotation 'idz'", "did you mean ids"),
     "an axis that the mesh lacks": (lambda: run(Mesh(dp=2), DATA | {"*.down.weight": P(None, "tp")}), "'tp'", "dp"),

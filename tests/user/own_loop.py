@@ -1,4 +1,4 @@
-"""Task 1: an own training loop with accumulation, a schedule, clipping, evaluation, sampling and resuming."""
+"""Task 1: a user's training loop with accumulation, a schedule, clipping, evaluation, sampling and resuming."""
 
 import os
 import sys

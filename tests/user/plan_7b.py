@@ -9,7 +9,7 @@ from shardc import Precision
 
 def main(layers=32, **fix):
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers))  # the defaults are those of Llama 2 7 B
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers))  # the default sizes are those of Llama 2 7B
         ids = torch.zeros(64, 4096, dtype=torch.long)
     call = {"input_ids": ids, "labels": ids}
     fix = {"precision": Precision(), "pipeline": None} | fix

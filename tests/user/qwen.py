@@ -1,4 +1,4 @@
-"""Task 4: models like Qwen: biases of q, k and v, norms of heads, a tied head, more heads than the mesh divides."""
+"""Task 4: models like Qwen: biases of q, k and v, norms of heads, a tied head, and heads that tp does not divide."""
 
 import torch
 from llama import ANNOTATIONS, SIZES, train
@@ -14,7 +14,7 @@ def main():
     qwen2 = Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=True))
     qwen3 = Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=16))
     results = []
-    for model, mesh in ((qwen2, Mesh(dp=2, tp=2)), (qwen3, Mesh(dp=1, tp=4))):  # two heads of keys on four ranks
+    for model, mesh in ((qwen2, Mesh(dp=2, tp=2)), (qwen3, Mesh(dp=1, tp=4))):  # two key heads on four ranks
         parallel = shardc.parallelize(model, mesh, ANNOTATIONS)
         results.append((train(parallel, ids), train(model, ids)))
     return results

@@ -1,4 +1,4 @@
-"""Task 8: a pipeline of two stages with ZeRO inside them; under torchrun one stage a rank."""
+"""Task 8: a pipeline of two stages with ZeRO inside them; under torchrun with one stage on each rank."""
 
 import os
 

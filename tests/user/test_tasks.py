@@ -1,4 +1,4 @@
-"""Twelve tasks of a new user, each a script written from the README and the guides: it runs, and equals one device."""
+"""Twelve tasks of a new user, each a script written from the README and the guides, and compared with one device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def same(losses: list[float], expected: list[float]) -> bool:
 
 
 def torchrun(script: str, *arguments: str) -> list[Any]:
-    """The lines that a script prints on the first of two gloo ranks, as values of Python."""
+    """The lines that a script prints on the first of two gloo ranks, as Python values."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     paths = [str(ROOT), str(ROOT / "examples"), str(HERE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
@@ -90,7 +90,7 @@ def test_a_plan_for_7_b_on_16_gpus_fits() -> None:
     assert parameters == 6_738_415_616 and plan.mesh.size == 16
     assert plan.fits and plan.memory["peak"] < 80e9
     stored = sum(plan.memory[each] for each in ("parameters", "gradients", "optimizer"))
-    # A parameter takes 4 bytes and 2 for its copy in bfloat16, its gradient 4, its states of Adam 8; all are cut.
+    # Bytes of a parameter: 4, and 2 for its copy in bfloat16; gradient: 4; Adam's states: 8. All are cut.
     assert stored == 18 * parameters // 16
     assert plan["zero"] == Zero("dp", 3) and plan["precision"] == Precision() and "shardc.Zero" in plan.text()
 
@@ -160,7 +160,7 @@ def test_a_notebook_shows_plans_collectives_and_reasons() -> None:
 
 
 def show(source: str, namespace: dict[str, Any]) -> str:
-    """Run a cell, and return what a notebook shows of its last line: its HTML, or else its text."""
+    """Run a cell; returns what a notebook shows for its last line: HTML, or else text."""
     *statements, last = ast.parse(source).body
     exec(compile(ast.Module(statements, []), "cell", "exec"), namespace)
     if not isinstance(last, ast.Expr):

@@ -1,4 +1,4 @@
-"""XLA's gather and scatter, from the text of their dims, as indexing in torch."""
+"""XLA's gather and scatter as indexing in torch, parsed from the text of their dims."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Dims:
-    """Which dims of the operand ``x`` the index vectors name, and where the rest of each piece goes.
+    """The dims of the operand ``x`` that index vectors name, and the dims of the result that pieces fill.
 
-    ``named``: for each component of an index vector the dim of ``x``. ``gone``: dims of ``x`` of which a piece has one
-    element and no dim. ``batch``: dims of ``x`` that go along with those of the indices in ``index_batch``. ``offset``:
-    the dims of the result that a piece's own dims become. ``vector``: the dim of the indices that is a vector.
-    ``sizes``: of a piece, for each dim of ``x``.
+    ``named``: the dim of ``x`` for each component of an index vector. ``gone``: dims of ``x`` that a piece does not
+    have, since it has one element there. ``batch``: dims of ``x`` that are paired with dims ``index_batch`` of the
+    indices. ``offset``: the dims of the result that the dims of a piece become. ``vector``: the dim of the indices
+    along which index vectors lie. ``sizes``: the size of a piece in each dim of ``x``.
     """
 
     named: list[int]
@@ -30,7 +30,7 @@ class Dims:
 
     @staticmethod
     def parse(text: str, x: Tensor, updates: Tensor | None = None) -> Dims:
-        """Read a gather's text, or with ``updates`` a scatter's."""
+        """Parse the text of a gather, or with ``updates`` that of a scatter."""
 
         def listed(*names: str) -> list[int]:
             found = next((re.search(rf"\b{name}={{(.*?)}}", text) for name in names if f"{name}={{" in text), None)
@@ -53,19 +53,19 @@ class Dims:
         )  # fmt: skip
 
     def taken(self, x: Tensor) -> list[int]:
-        """The dims of ``x`` of which pieces are taken, in the order of the index vector."""
+        """The dims of ``x`` in which a piece is smaller than ``x``, in the order of the index vector."""
         return [dim for dim in self.named if self.sizes[dim] < x.shape[dim]]
 
     def kept(self, x: Tensor) -> list[int]:
-        """The dims of ``x`` that are taken whole."""
+        """The dims of ``x`` in which a piece is as large as ``x``, without batching dims."""
         return [dim for dim in range(x.ndim) if dim not in self.taken(x) + self.batch]
 
     def windows(self, x: Tensor) -> list[int]:
-        """The dims of ``x`` that are taken in part and stay dims of a piece."""
+        """The taken dims that a piece still has."""
         return [dim for dim in self.taken(x) if dim not in self.gone]
 
     def places(self, starts: Tensor, x: Tensor) -> list[Tensor]:
-        """For each taken dim where its elements are, over the dims of the indices and then of the windows."""
+        """The positions of elements in each taken dim, over the dims of the indices and then of the windows."""
         columns = starts.unbind(self.vector) if self.vector < starts.ndim else [starts]
         windows = self.windows(x)
         found = [at.reshape([*at.shape, *[1] * len(windows)]) for at in columns]
@@ -81,7 +81,7 @@ def _along(values: Tensor, dim: int, ndim: int) -> Tensor:
 
 
 def gather(text: str, x: Tensor, starts: Tensor) -> Tensor:
-    """``x[starts]``; with batching dims a ``torch.gather`` along the taken dims as one."""
+    """``x[starts]``; with batching dims, a ``torch.gather`` along all taken dims merged."""
     dims = Dims.parse(text, x)
     places = dims.places(starts, x)
     if not dims.batch:
@@ -94,7 +94,7 @@ def gather(text: str, x: Tensor, starts: Tensor) -> Tensor:
 
 
 def scatter(text: str, x: Tensor, starts: Tensor, updates: Tensor, reduce: str) -> Tensor:
-    """``x`` with ``updates`` added at ``starts``, or with the least kept."""
+    """``x`` with ``updates`` added at ``starts``, or with the minimum of both (``amin``)."""
     dims = Dims.parse(text, x, updates)
     places = dims.places(starts, x)
     order = dims.taken(x) + dims.kept(x)
@@ -111,7 +111,7 @@ def scatter(text: str, x: Tensor, starts: Tensor, updates: Tensor, reduce: str) 
 
 
 def _window_order(dims: Dims, x: Tensor, result: Tensor) -> tuple[list[int], list[int]]:
-    """From where to where the dims of a piece move: behind the dims of the indices, to where the text has them."""
+    """The positions of a piece's dims behind the dims of the indices, and their positions in the result."""
     last = dims.windows(x) + dims.kept(x)
     stay = [dim for dim in last if dim not in dims.gone]
     count = result.ndim - len(stay)
@@ -119,13 +119,13 @@ def _window_order(dims: Dims, x: Tensor, result: Tensor) -> tuple[list[int], lis
 
 
 def _batch_order(dims: Dims) -> list[int]:
-    """The batching dims of ``x`` in the order of the indices', which stand in front."""
+    """The batching dims of ``x`` in the order of those of the indices, which must come first."""
     assert sorted(dims.index_batch) == list(range(len(dims.batch))), dims
     return [dims.batch[dims.index_batch.index(dim)] for dim in range(len(dims.batch))]
 
 
 def _in_batches(dims: Dims, x: Tensor, places: list[Tensor]) -> tuple[int, Tensor, Tensor]:
-    """``x`` as ``[*batch, all taken, *kept]``, the dim of all taken, and an index tensor along it."""
+    """The dim that merges all taken dims, ``x`` as ``[*batch, merged, *kept]``, and an index tensor along this dim."""
     batch, taken, kept = _batch_order(dims), dims.taken(x), dims.kept(x)
     sizes = [[x.shape[dim] for dim in group] for group in (batch, taken, kept)]
     flat = _permuted(x, batch + taken + kept).reshape([*sizes[0], math.prod(sizes[1]), *sizes[2]])

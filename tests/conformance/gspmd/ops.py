@@ -1,4 +1,4 @@
-"""What the op of a GSPMD case is in torch: a function of the case's inputs, made from the text of the case."""
+"""The op of a GSPMD case in torch: a function of the case's inputs, made from the text of the case."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Case:
-    """One case of the file: ``fields`` as they stand there."""
+    """One case of the file, with its ``fields``."""
 
     fields: Mapping[str, Any]
 
@@ -46,7 +46,7 @@ class Case:
 
     @property
     def has_device_order(self) -> bool:
-        """Whether input and output lie on the mesh in different orders of its devices."""
+        """Whether input and output have different orders of the mesh's devices."""
         return "device_ids_out" in self.fields
 
     def mesh_of(self, side: str) -> shardc.Mesh:
@@ -58,17 +58,17 @@ class Case:
 
     @property
     def elements(self) -> int:
-        """Of all inputs and outputs."""
+        """The number of elements of all inputs and outputs."""
         return sum(math.prod(shape) for side in ("inputs", "outputs") for shape in self.shapes(side))
 
 
 def spec(entries: Sequence[Sequence[str]]) -> P:
-    """A ``P`` of the file's lists of axes."""
+    """A ``P`` from lists of axes as in the file."""
     return P(*(tuple(axes) or None for axes in entries))
 
 
 def function_of(case: Case) -> Function:
-    """The function whose inputs are the case's, and then the numbers that the case knows at run time only."""
+    """The function of the case's inputs, followed by the numbers that are only known at run time."""
     by_name = BY_NAME.get(case.name)
     return by_name or FAMILIES[case.op](case)
 
@@ -78,7 +78,7 @@ def _einsum(case: Case) -> Function:
 
 
 def _elementwise(case: Case) -> Function:
-    """With the sharding of the sum itself, where it is not that of the output."""
+    """A sum, annotated with its own sharding if that differs from the output's."""
     between = case.fields.get("op_result_spec")
     place = spec(between) if between else None
     return lambda a, b: shardc.annotate(a + b, place) if place else a + b
@@ -101,7 +101,7 @@ def _slice(case: Case) -> Function:
 
 
 def _pad(case: Case) -> Function:
-    """``low_high`` of each dim, negative to cut off."""
+    """Padding by ``low_high`` of each dim; negative numbers cut elements off."""
     edges = [[int(n) for n in part.split("_")] for part in case.text.split(":")[1].split(",")]
     flat = [n for low_high in reversed(edges) for n in low_high]
     return lambda x: F.pad(x, flat)
@@ -137,7 +137,7 @@ def _iota(case: Case) -> Function:
 
 
 def updated_dims(case: Case) -> list[int]:
-    """The dims along which an update is smaller than what it is written to, and so has a start."""
+    """The dims in which an update is smaller than its target, and which therefore have a start."""
     x, update = case.shapes("inputs")[:2]
     return [dim for dim, sizes in enumerate(zip(x, update, strict=True)) if sizes[0] != sizes[1]]
 
@@ -156,7 +156,7 @@ def _dynamic_update_slice(case: Case) -> Function:
 
 
 def full_text(case: Case) -> str:
-    """The text of a gather or scatter with all of its dims."""
+    """The text of a gather or scatter, with batching dims that the case leaves out."""
     return case.text + BATCHING.get(case.name, "")
 
 
@@ -164,7 +164,7 @@ def _gather(case: Case) -> Function:
     return lambda x, starts: gather(case.text, x, starts)
 
 
-# What the text of three cases leaves out; it follows from their shapes.
+# Dims that the text of three cases leaves out; they follow from the shapes.
 BATCHING = {
     "xla/ScatterAllOperandsAreSameInstruction": " operand_batching_dims={0} start_indices_batching_dims={0}",
     "xla/ScatterExplicitBatchDims": " operand_batching_dims={0,2} start_indices_batching_dims={1,0}",
@@ -212,7 +212,7 @@ FAMILIES: dict[str, Callable[[Case], Function]] = {
 }
 
 
-# The measured ops, whose text is for people.
+# The measured ops; their text is not parsed.
 
 
 def _ulysses(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Shardy's propagation cases: a few values are annotated, and the shardings of all others are held to Shardy's."""
+"""Shardy's propagation cases: a few values are annotated, and all others must get the same shardings as in Shardy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..suite import Result
 
 Fields = Mapping[str, Any]
 
-# Where shardc is not Shardy, by design.
+# Intended differences from Shardy.
 MORE = "a view keeps more cuts: those of the minor factor beside those of the major"
 CHUNKS = "a dim cut unevenly lies in other chunks than its parts would"
 COPY = "an annotation is of a copy, so that what it is a copy of may lie otherwise"
@@ -36,7 +36,7 @@ OTHERWISE = {
 
 
 def check(fields: Fields) -> Result:
-    """Propagate a case; what differs from what Shardy has."""
+    """Propagate a case, and compare its shardings with Shardy's."""
     name = fields["name"].removeprefix("sdy/prop/")
     cannot = _cannot_say(fields)
     if cannot:
@@ -50,7 +50,7 @@ def check(fields: Fields) -> Result:
 
 
 def _cannot_say(fields: Fields) -> str:
-    """What of the case no annotation of shardc's says."""
+    """The feature of the case that no annotation of shardc expresses; empty if there is none."""
     said = [entry["sharding"] for entry in (*fields["args"], *fields["ops"]) if entry["sharding"]]
     if any(op["op"] not in OPS for op in fields["ops"]):
         return "an op that torch has not"
@@ -65,7 +65,7 @@ def _cannot_say(fields: Fields) -> str:
 
 
 class _Model(nn.Module):
-    """The ops of a case. What each makes is annotated where the case says so, and returned."""
+    """The ops of a case. All their results are returned, with the annotations of the case."""
 
     def __init__(self, fields: Fields) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def _spec(sharding: Fields) -> P:
 
 
 def bytes_of_both(fields: Fields) -> tuple[int, int]:
-    """What a rank sends where each result stays as shardc propagates, and where each value is as Shardy has it."""
+    """Bytes that a rank sends with the shardings that shardc propagates, and with those of Shardy."""
     expected, open_ends = fields["expected"], {f"output:{i}": P(...) for i in range(len(fields["ops"]))}
 
     def pinned(entry: Fields, name: str, side: str) -> Fields:
@@ -115,7 +115,7 @@ def _propagated(fields: Fields) -> Program:
     for name, result in zip(returned, fields["expected"]["results"], strict=False):
         is_closed = not any(dim["open"] for dim in result["dims"])
         if fields["strategy"] != "full pipeline" and (is_closed or fields["strategy"].startswith("op-priority")):
-            ends[f"output:{outs.index(name)}"] = _spec(result)  # of those cases the file has it after propagation alone
+            ends[f"output:{outs.index(name)}"] = _spec(result)  # the file has the result after propagation alone
     return _compiled(fields, ends).at("propagate")
 
 

@@ -1,4 +1,4 @@
-"""Shardy's rules of ops: what may be cut there without communication, or leaving a sum, may be so here."""
+"""Shardy's rules of ops: a factor that may be cut there, even if that leaves a partial sum, may be cut here."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from shardc.ops.index import put_at
 from ..suite import Result
 
 aten = torch.ops.aten
-Place = tuple[str, int, int]  # operand or result, which one, which of its dims
+Place = tuple[str, int, int]  # "operand" or "result", its index, and the index of its dim
 Tensors = list[Tensor]
 
 
 @dataclass(frozen=True)
 class Shared:
-    """Shardy's text of a rule: the factors of every tensor's dims, their sizes, which are summed and which not cut."""
+    """A rule of Shardy: the factors of every tensor's dims, their sizes, the summed ones and those that are not cut."""
 
     operands: list[list[str]]
     results: list[list[str]]
@@ -35,7 +35,7 @@ class Shared:
 
     @staticmethod
     def parse(text: str) -> Shared:
-        """``([i, k], [k, j])->([i, j]) {i=8, j=16, k=32} reduction={k}``; a factor is one letter."""
+        """Parse ``([i, k], [k, j])->([i, j]) {i=8, j=16, k=32} reduction={k}``; a factor is one letter."""
         tensors, _, rest = text.partition("{")
         left, right = (
             [dims.replace(" ", "").split(",") if dims else [] for dims in re.findall(r"\[(.*?)\]", side)]
@@ -49,12 +49,12 @@ class Shared:
         return Shared(left, right, sizes, named("reduction"), named("need_replication|permutation"))
 
     def tensors(self) -> Tensors:
-        """The operands, without values."""
+        """The operands as meta tensors."""
         shapes = [[math.prod(self.sizes[factor] for factor in dim) for dim in dims] for dims in self.operands]
         return [torch.empty(shape, device="meta") for shape in shapes]
 
     def links(self) -> dict[str, frozenset[Place]]:
-        """Of every factor that may be cut the dims where it stands; one of operands alone may if it is summed."""
+        """The dims of every factor that may be cut. A factor of operands alone may be cut if it is summed."""
         found = {name: at for name, at in _links(self.operands, self.results).items() if self.sizes[name] > 1}
         both = {name for name, at in found.items() if len({side for side, *_ in at}) == 2}
         return {name: at for name, at in found.items() if name in (both | self.summed) - self.kept}
@@ -72,17 +72,17 @@ def _links(operands: Sequence[Any], results: Sequence[Any]) -> dict[str, frozens
 
 @dataclass(frozen=True)
 class Torch:
-    """The op in torch: ``args`` of Shardy's operands, and which of them each of torch's is, where the order differs."""
+    """The op in torch. ``args``: its arguments by Shardy's operands. ``order``: the index of each operand in Shardy."""
 
     op: Any
     args: Callable[[Tensors], tuple[Any, ...]] = lambda ts: tuple(ts)
-    order: tuple[int, ...] = ()  # -1: Shardy has it not
-    dims: tuple[tuple[int, ...], ...] = ()  # of each tensor, results last: which of Shardy's dims each of torch's is
+    order: tuple[int, ...] = ()  # empty if equal; -1: an operand that Shardy does not have
+    dims: tuple[tuple[int, ...], ...] = ()  # for each tensor, results last: the dim in Shardy of each dim
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 def check(fields: Mapping[str, Any]) -> Result:
-    """Whether every factor that Shardy may cut may be cut on the same dims here."""
+    """Check that every factor that Shardy may cut may be cut on the same dims here."""
     name, shared = fields["name"].removeprefix("sdy/rule/"), Shared.parse(fields["rule"])
     found = CALLS.get(name)
     if found is None:
@@ -117,7 +117,7 @@ def _mixed(ts: Tensors) -> tuple[Any, ...]:
 
 
 def _updated(ts: Tensors) -> tuple[Any, ...]:
-    """The numbers of the positions come last, with the dims."""
+    """The arguments of ``put_at``: operands, indices, the position numbers of the indexed dims, and these dims."""
     index = torch.zeros(2, dtype=torch.int64, device="meta")
     rows = [torch.empty(ts[0].shape[dim], dtype=torch.int64, device="meta") for dim in (1, 2)]
     return *ts[:2], index[:1, None], index, *rows, (1, 2)
@@ -139,7 +139,7 @@ def _cat(dim: int) -> Torch:
     return Torch(aten.cat.default, lambda ts: (ts, dim))
 
 
-NHWC = (0, 3, 1, 2), (3, 2, 0, 1), (), (0, 3, 1, 2)  # of input, kernel, no bias, result
+NHWC = (0, 3, 1, 2), (3, 2, 0, 1), (), (0, 3, 1, 2)  # dims of input, kernel, no bias, and result
 CALLS: dict[str, Torch] = {
     "broadcast_in_dim_no_broadcast_dims": Torch(aten.expand.default, lambda ts: (ts[0], [2, 1, 13])),
     "broadcast_in_dim_input_dim_expanded": Torch(aten.expand.default, lambda ts: (ts[0], [2, 64, 13])),

@@ -1,7 +1,7 @@
 """GSPMD's cases: facts from the tests of openxla's partitioners, compiled by shardc, run and scored.
 
-Each case is held to the values on one device, to the local shapes that it expects, and where it has been confirmed to
-the bytes that the reference sends.
+Each case is compared with the values on one device, with the local shapes that it expects, and, if they have been
+confirmed, with the bytes that the reference sends.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Model(nn.Module):
 
 
 def entries(kind: str) -> list[dict[str, Any]]:
-    """What the file has of ``cases``, ``rules`` or ``propagation``."""
+    """The entries of the file under ``cases``, ``rules`` or ``propagation``."""
     found: list[dict[str, Any]] = json.loads(CASES.read_text())[kind]
     return found
 
@@ -51,7 +51,7 @@ def cases(only: str | None = None) -> list[Case]:
 
 
 def score(case: Case) -> Result:
-    """Compile a case, compare values and shapes, count bytes."""
+    """Compile a case, compare values and shapes, and count bytes."""
     try:
         compiled = _compile(case)
         wrong = [*_shape_errors(case, compiled), *_value_errors(case, compiled)]
@@ -61,7 +61,7 @@ def score(case: Case) -> Result:
 
 
 def _facts(case: Case, compiled: Any) -> dict[str, Any]:
-    """What one rank sends and what the reference does, else what jax was measured to send; all in bytes."""
+    """Bytes that a rank sends, and those of the reference, or else those that jax was measured to send."""
     plan = _reordering_plan(case) if case.has_device_order else compiled.collectives
     kinds = [f"{each.kind}[{'+'.join(each.axes)}] {each.wire_bytes}" for each in plan]
     sent, limit = sum(each.wire_bytes for each in plan), _limit(case)
@@ -69,7 +69,7 @@ def _facts(case: Case, compiled: Any) -> dict[str, Any]:
 
 
 def _reordering_plan(case: Case) -> tuple[shardc.Collective, ...]:
-    """A program has one mesh: where devices change their order, what the planner alone says."""
+    """The plan of a case that reorders devices, by the planner alone, since a program has one mesh."""
     ends = [
         spec(tensor["spec"]).sharding(case.mesh_of(side), tuple(tensor["shape"]), side)
         for side, tensor in (("in", case.fields["inputs"][0]), ("out", case.fields["outputs"][0]))
@@ -114,7 +114,7 @@ def _shape_errors(case: Case, compiled: Any) -> Iterator[str]:
 
 
 def _value_errors(case: Case, compiled: Any) -> Iterator[str]:
-    """Values on all ranks against one device; a case too large for that is compiled again on smaller sizes."""
+    """Compare values on all ranks with one device; a case that is too large is compiled again with smaller sizes."""
     if is_large(case):
         case = smaller(case)
         compiled = _compile(case)
@@ -130,7 +130,7 @@ def _value_errors(case: Case, compiled: Any) -> Iterator[str]:
 
 
 def _is_equal(ours: Tensor, theirs: Tensor) -> bool:
-    """Whole numbers and float32 of whole numbers are equal bit for bit unless an op rounds; bfloat16 rounds sums."""
+    """Whether outputs are equal: integers exactly, bfloat16 within 2**-7 of the largest, other floats within 1e-5."""
     if not theirs.is_floating_point():
         return torch.equal(ours, theirs)
     tolerance = 2**-7 if theirs.dtype == torch.bfloat16 else 1e-5
@@ -142,16 +142,16 @@ def _is_equal(ours: Tensor, theirs: Tensor) -> bool:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """No options but those of every suite."""
+    """Add no options to those of every suite."""
 
 
 LEAN = 223  # scored cases that are right and send no more than the reference
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run the cases, print the counts and misses; then hold rules and propagation to Shardy's.
+    """Run the cases and print counts and misses, then compare rules and propagation with Shardy's.
 
-    Fewer lean cases than there were are a failure too.
+    It is also a failure if fewer cases are lean than ``LEAN``.
     """
     chosen = cases(options.only)[:: options.every]
     results = run_cases(score, chosen, options.jobs)
@@ -168,7 +168,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _print_bytes(results: Sequence[Result]) -> int:
-    """How many of the scored send no more than the reference; prints them, and those that send more."""
+    """Print the share of lean cases, and cases that send more than the reference; returns the number of lean ones."""
     lean = [result for result in results if result.outcome == "right" and result.facts["is_lean"]]
     print(f"gspmd: {len(results)} scored, {len(lean)} right and no more bytes, {len(lean) / max(1, len(results)):.1%}")
     for result in results:

@@ -1,4 +1,4 @@
-"""A share of GSPMD's cases: as many are right and send no more bytes than before."""
+"""A share of GSPMD's cases: as many as before are right and send no more bytes than the reference."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from conformance.gspmd.score import cases, entries, is_scored, score
 from conformance.suite import Result
 from shardc import Mesh, P
 
-pytestmark = pytest.mark.xdist_group("gspmd")  # who shares what is made once
+pytestmark = pytest.mark.xdist_group("gspmd")  # tests that share the results run in one worker
 SMALL = 20_000  # elements of all inputs and outputs
 
 
 @pytest.fixture(scope="module")
 def results() -> list[tuple[Case, Result]]:
-    """Those of each third case that is small; the suite itself scores all of them."""
+    """The results of every third small case; the suite itself scores all cases."""
     small = [case for case in cases() if case.elements <= SMALL]
     assert len(small) == 180
     return [(case, score(case)) for case in small[::3]]

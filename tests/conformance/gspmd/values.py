@@ -1,4 +1,4 @@
-"""The inputs of a GSPMD case: whole numbers, positions where they index, and smaller sizes where they are large."""
+"""The inputs of a GSPMD case: small integers, valid positions for indices, and smaller sizes for large cases."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_MULTIPLICATIONS = 10_000_000_000
 
 
 def inputs(case: Case) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes; last the starts of an update, which XLA has apart."""
+    """Shapes and dtypes of the inputs; the starts of an update, which XLA passes separately, come last."""
     for tensor in case.fields["inputs"]:
         yield tuple(tensor["shape"]), getattr(torch, tensor["dtype"])
     if case.op == "dynamic_update_slice" and not case.name.startswith("op/"):
@@ -26,7 +26,7 @@ def inputs(case: Case) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
 
 
 def values(case: Case) -> list[Tensor]:
-    """Small whole numbers; for indices numbers that are positions."""
+    """Small random integers; for indices, valid positions."""
     random = torch.Generator().manual_seed(0)
     limit = _index_limit(case)
     found: list[Tensor] = []
@@ -40,7 +40,7 @@ def values(case: Case) -> list[Tensor]:
 
 
 def _index_limit(case: Case) -> int | None:
-    """What every index stays below: the least number of positions that any index may have."""
+    """The exclusive upper bound of all indices: the fewest positions that an index can have; None without indices."""
     shapes = case.shapes("inputs")
     if case.op == "dynamic_update_slice":
         rows = zip(*shapes[:2], strict=True)
@@ -53,14 +53,14 @@ def _index_limit(case: Case) -> int | None:
 
 
 def positions(case: Case) -> int:
-    """Where a piece may start, at most, along any dim that the index names."""
+    """The number of positions at which a piece can start, in the taken dim that has the fewest."""
     x, *_, last = (torch.empty(shape, device="meta") for shape in case.shapes("inputs"))
     dims = Dims.parse(full_text(case), x, last if case.op == "scatter" else None)
     return min(x.shape[dim] - dims.sizes[dim] + 1 for dim in dims.taken(x))
 
 
 def is_large(case: Case) -> bool:
-    """Whether it takes too long to run as it is."""
+    """Whether the case takes too long to run at its sizes."""
     work = 0
     if case.op == "einsum":
         letters = dict(
@@ -74,7 +74,7 @@ def is_large(case: Case) -> bool:
 
 
 def smaller(case: Case) -> Case:
-    """The same case with every large dim made small, divided by the mesh as before; windows keep their size."""
+    """The same case with smaller sizes for large dims, which the mesh divides as before; windows keep their size."""
     unit = 2 * case.mesh.size
     fields = json.loads(json.dumps(case.fields))
     kept = {size for shape in case.shapes("inputs") for size in shape} if case.op == "conv" else set()

@@ -1,4 +1,4 @@
-"""XLA's convolution and sum-pooling, from the text of their dims and windows, in torch."""
+"""XLA's convolution and sum-pooling in torch, parsed from the text of their dims and windows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Window:
-    """A window's numbers for each dim: its size (0: from the kernel), strides, edges and dilations."""
+    """The size of a window in each dim, its strides, padding and dilations, and whether it is reversed."""
 
     size: list[int]
     stride: list[int]
@@ -43,7 +43,7 @@ class Window:
 
 
 def convolution(text: str, x: Tensor, w: Tensor) -> Tensor:
-    """``dim_labels=b01f_01io->b01f`` and a window; groups of features or of the batch."""
+    """A convolution of ``dim_labels=b01f_01io->b01f`` with a window, and groups of features or of the batch."""
     labels, window = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", text), Window.parse(text)
     assert labels
     a, b, out = labels.groups()
@@ -52,7 +52,7 @@ def convolution(text: str, x: Tensor, w: Tensor) -> Tensor:
     groups, batch_groups = (_number(text, name) for name in (r"\bgroups", "batch_groups"))
     if not places:
         return F.linear(x, w).permute([out.index(c) for c in "bf"])
-    if batch_groups > 1:  # the groups of the batch are groups of channels
+    if batch_groups > 1:  # groups of the batch become groups of channels
         x = x.unflatten(0, (batch_groups, -1)).movedim(0, 1).flatten(1, 2)
     x = _edges(x, window)
     w = w.flip([*range(2, w.ndim)]) if window.is_reversed else w
@@ -66,7 +66,7 @@ def convolution(text: str, x: Tensor, w: Tensor) -> Tensor:
 
 
 def pool(text: str, x: Tensor) -> Tensor:
-    """The sum over a window of each of some dims."""
+    """The sums over a window in the dims where its size is above 1."""
     window = Window.parse(text)
     dims = [i for i, size in enumerate(window.size) if size > 1]
     rest = [i for i in range(x.ndim) if i not in dims]
@@ -86,13 +86,13 @@ def _lists(window: Window) -> list[list]:
 
 
 def _with_column(window: Window) -> Window:
-    """A window over one dim as one over a second dim of one element."""
+    """A window over one dim, extended by a second dim of one element."""
     fillings: list = [1, 1, (0, 0), 1, 1]
     return Window(*([*field, filling] for field, filling in zip(_lists(window), fillings, strict=True)), False)
 
 
 def _edges(x: Tensor, window: Window) -> Tensor:
-    """``x`` with zeros between its elements, and at the edges where the convolution cannot add them itself."""
+    """``x`` with zeros between its elements, and at edges that the convolution cannot pad itself."""
     pads = [(0, 0) if low == high >= 0 else (low, high) for low, high in window.pad]
     return _padded(_dilated(x, window.lhs_dilate), pads)
 
@@ -107,7 +107,7 @@ def _padded(x: Tensor, pads: list[tuple[int, int]]) -> Tensor:
 
 
 def _dilated(x: Tensor, steps: list[int]) -> Tensor:
-    """``step - 1`` zeros between the elements of each of the last dims."""
+    """``x`` with ``step - 1`` zeros between the elements of each of the last dims."""
     for dim, step in zip(range(x.ndim - len(steps), x.ndim), steps, strict=True):
         if step > 1:
             spread = F.pad(x.unsqueeze(dim + 1), [0, 0] * (x.ndim - dim - 1) + [0, step - 1]).flatten(dim, dim + 1)

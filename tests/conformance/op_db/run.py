@@ -1,10 +1,10 @@
-"""PyTorch's ``op_db`` on virtual ranks: every float32 variant, sharded at random, against the same op on one device.
+"""PyTorch's ``op_db`` on virtual ranks: every float32 variant, sharded at random, compared with one device.
 
-A variant is right if values and gradients of all its samples equal eager torch's on both meshes: in float32 within
-1e-5 of the largest, or, where the op magnifies rounding more than that, in float64 within 1e-10. Random ops are held to
-their own values on one device: the same bits of randomness on every mesh. Apart are variants whose values are not
-defined, or whose results or operands are no dense tensors. A shape that depends on values is guarded: such a variant
-must be right too, and is listed.
+A variant is right if values and gradients of all its samples equal those of eager torch on both meshes: in float32
+within 1e-5 of the largest value, or, if the op magnifies rounding more than that, in float64 within 1e-10. Random ops
+are compared with their own values on one device: the random bits are the same on every mesh. Variants with undefined
+values, or with results or operands that are not dense, count as apart. Variants with shapes that depend on values are
+guarded: they must be right too, and are listed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MOVES = ("all_gather", "all_to_all", "collective_permute")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this suite."""
+    """Add the options of this suite."""
     parser.add_argument("--uneven", action="store_true", help="torch's own sizes, which 4 ranks do not divide")
     parser.add_argument("--odd", action="store_true", help="empty operands, dims of 1, no dims, and other dtypes")
     parser.add_argument("--samples", type=int, default=3, help="samples of a variant (default 3)")
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run the suite, print what came out."""
+    """Run the suite, and print counts."""
     start = time.perf_counter()
     patterns = (options.only or "*").split(",")
     names = [name for name in variants() if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)][
@@ -73,7 +73,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def print_sharded(results: Sequence[Result]) -> None:
-    """How many of the variants with a shardable dim stay sharded, and which do not."""
+    """Print how many of the variants with a shardable dim stay sharded, and which do not."""
     shardable = [result for result in results if result.facts.get("cuts")]
     on_fallback = [result for result in results if result.facts.get("fallbacks")]
     kept = [result for result in shardable if not result.facts["fallbacks"]]
@@ -96,7 +96,7 @@ def print_sharded(results: Sequence[Result]) -> None:
 
 @dataclass
 class _Found:
-    """What is learnt of a variant while its samples run."""
+    """The findings of a variant while its samples run."""
 
     wrong: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
@@ -112,7 +112,7 @@ class _Found:
 
 
 def run_variant(name: str, *, uneven: bool = False, odd: bool = False, count: int = 3, trace: bool = False) -> Result:
-    """Every sample of a variant on every mesh, then every cut that the op allows. ``odd``: of ``odd_samples`` alone."""
+    """Run each sample of a variant on every mesh, then each cut that the op allows. ``odd``: only ``odd_samples``."""
     warnings.simplefilter("ignore")
     op, found = variants()[name], _Found(trace=trace)
     try:
@@ -186,7 +186,7 @@ def _refused(found: _Found, error: Exception, what: str) -> None:
 
 
 def _see_if_it_stays(found: _Found, sample: Sample, cut: Cut, number: int) -> None:
-    """Annotate a cut that the op allows, and look for fallbacks and for what is moved in the forward."""
+    """Annotate a cut that the op allows, and record fallbacks and collectives that move data in forward."""
     if any(dim is not None and tensor.shape[dim] % 2 for tensor, dim in zip(sample.tensors, cut, strict=True)):
         return
     chosen = {f"xs.{i}": P(*[None] * dim, "x") for i, dim in enumerate(cut) if dim is not None}
@@ -201,7 +201,7 @@ def _see_if_it_stays(found: _Found, sample: Sample, cut: Cut, number: int) -> No
 
 
 def annotations(sample: Sample, mesh: Mesh, rng: random.Random, uneven: bool) -> dict[str, P]:
-    """A random sharding for most of the tensors; the others are left to propagation."""
+    """Random shardings for most of the tensors; propagation chooses the others."""
     chosen: dict[str, P] = {}
     for i, tensor in enumerate(sample.tensors):
         entries: list[list[str]] = [[] for _ in tensor.shape]
@@ -233,7 +233,7 @@ def _compile(sample: Sample, mesh: Mesh, chosen: Mapping[str, P], train: bool = 
 
 
 def eager_types(sample: Sample) -> list[bool]:
-    """For each output, whether it has a gradient."""
+    """For each output, whether it requires a gradient."""
     torch.manual_seed(0)
     return [output.requires_grad for output in sample.call(*(t * 1 if t.requires_grad else t for t in sample.tensors))]
 
@@ -267,7 +267,7 @@ def _check(
 
 
 def _simulated(compiled: Any, sample: Sample, whole: bool = False) -> Values:
-    """What a compiled sample gives on all virtual ranks, or its program on one device."""
+    """The values of a compiled sample on all virtual ranks, or if ``whole`` on one device."""
     tangents = {
         entry.name: tangent(entry.name, torch.empty(entry.type.shape, dtype=entry.type.dtype, device="meta"))
         for entry in compiled.program.inputs

@@ -1,4 +1,4 @@
-"""Samples of ``op_db`` as modules of their tensors, with sizes that four ranks divide or with torch's own odd ones."""
+"""Samples of ``op_db`` as modules of their tensors, with sizes that four ranks divide or with torch's uneven sizes."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from torch.utils import _pytree as pytree
 from shardc.runtime.comm.dtensor import same_bits
 
 EVEN = {"XS": 2, "S": 4, "M": 12, "L": 24}
-UNEVEN = {"XS": 3, "S": 5, "M": 10, "L": 20}  # as torch has them
-_LOOKED_AT = 60  # samples of a variant that are drawn to choose from
-_MAX_NUMEL = 40_000  # of all tensors of a sample
+UNEVEN = {"XS": 3, "S": 5, "M": 10, "L": 20}  # torch's own sizes
+_LOOKED_AT = 60  # samples of a variant that are drawn, to choose from
+_MAX_NUMEL = 40_000  # the most elements in all tensors of a sample
 UNDEFINED = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
 
 
 class NotDense(Exception):
-    """A sample holds a tensor that is no plain strided one."""
+    """A sample has a tensor that is not a plain strided one."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One call: ``tensors``, and ``call(*tensors)``, the tensors of the op's result."""
+    """A call of an op: its ``tensors``, and ``call(*tensors)``, which returns the tensors of the result."""
 
     tensors: tuple[Tensor, ...]
     call: Callable[..., list[Tensor]]
@@ -58,8 +58,8 @@ class _Call(nn.Module):
 def variants() -> dict[str, Any]:
     """Every variant that takes float32, by name. The database takes seconds to import.
 
-    It seeds torch before it draws; a model that does so is refused, and what is drawn here is shardc's own. For each
-    sample it looks on the whole stack for the test that wants it; there is none.
+    Two of its functions are replaced. One seeds torch before a random op; shardc refuses a model that does so, and
+    draws numbers itself. The other searches the whole stack for a running test, for each sample; there is none.
     """
     from torch.testing._internal import common_methods_invocations as database
     from torch.testing._internal import common_utils
@@ -71,13 +71,13 @@ def variants() -> dict[str, Any]:
 
 
 def samples(name: str, op: Any, sizes: dict[str, int], count: int) -> list[Sample]:
-    """Samples of a variant to choose from, the best first: one with the most dims above 1, then any of the better half.
+    """Samples of a variant: first one with the most dims above 1, then random ones of the better half.
 
-    At most twice as many as are wanted; the same ones each time.
+    Returns at most ``2 * count`` samples, the same at every call.
     """
     try:
         found = [_sample(op, drawn) for drawn in _drawn(op, sizes)]
-    except (RuntimeError, IndexError):  # a few of torch's sample functions mix these sizes with others of their own
+    except (RuntimeError, IndexError):  # a few of torch's sample functions mix these sizes with fixed ones
         found = [_sample(op, drawn) for drawn in _drawn(op, UNEVEN)]
     small = [sample for sample in found if sum(tensor.numel() for tensor in sample.tensors) <= _MAX_NUMEL]
     ranked = sorted(small, key=lambda sample: -_variety(sample))
@@ -87,7 +87,7 @@ def samples(name: str, op: Any, sizes: dict[str, int], count: int) -> list[Sampl
 
 
 def odd_samples(op: Any, count: int) -> list[Sample]:
-    """Of each kind of odd operand ``count`` samples: empty ones, dims of 1, no dims, and each of ``OTHER_DTYPES``."""
+    """Up to ``count`` samples of each odd kind: empty operands, dims of 1, no dims, and each of ``OTHER_DTYPES``."""
     plain = [_sample(op, drawn) for drawn in _drawn(op, UNEVEN)]
     chosen: list[Sample] = []
     for is_odd in ODD:
@@ -116,7 +116,7 @@ def _drawn(op: Any, sizes: dict[str, int], dtype: torch.dtype = torch.float32) -
 
 
 def set_sizes(sizes: dict[str, int]) -> None:
-    """Let torch's sample functions use these sizes."""
+    """Make torch's sample functions use these sizes."""
     for name, module in list(sys.modules.items()):
         if name.startswith("torch.testing._internal") and hasattr(module, "S"):
             for key in sizes.keys() & vars(module).keys():
@@ -124,12 +124,12 @@ def set_sizes(sizes: dict[str, int]) -> None:
 
 
 def _variety(sample: Sample) -> int:
-    """How many dims could be cut, at most three of a tensor."""
+    """The number of dims above 1, counting at most three of each tensor."""
     return sum(min(3, sum(size > 1 for size in tensor.shape)) for tensor in sample.tensors)
 
 
 def _sample(op: Any, drawn: Any) -> Sample:
-    """A call on values: an op that changes tensors in place changes copies, and these are results too."""
+    """A sample of drawn arguments. An op that works in place changes copies, which are results too."""
     leaves, tree = pytree.tree_flatten((drawn.input, list(drawn.args), dict(drawn.kwargs)))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     _all_dense([leaves[i] for i in places])
@@ -155,7 +155,7 @@ def _sample(op: Any, drawn: Any) -> Sample:
 
 
 def _changed(run: Callable[[Sequence[Tensor]], list[Tensor]], tensors: Sequence[Tensor]) -> list[int]:
-    """The tensors that a call changes in place; none where it does not run."""
+    """The indices of tensors that a call changes in place; empty if it does not run."""
     copies = [tensor.detach().clone() for tensor in tensors]
     with contextlib.suppress(Exception), torch.no_grad():
         run(copies)
@@ -163,7 +163,7 @@ def _changed(run: Callable[[Sequence[Tensor]], list[Tensor]], tensors: Sequence[
 
 
 def tensors_of(found: Any) -> list[Tensor]:
-    """The tensors of a result; numbers and the like are left out."""
+    """The tensors of a result, without numbers and other values."""
     tensors = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
     _all_dense(tensors)
     return tensors
@@ -186,6 +186,6 @@ def _doubled(tensor: Tensor) -> Tensor:
 
 
 def halves(tensor: Tensor, dim: int) -> Sequence[Tensor]:
-    """A tensor cut in two."""
+    """The two halves of a tensor along a dim."""
     half = tensor.shape[dim] // 2
     return tensor.split([half, tensor.shape[dim] - half], dim)

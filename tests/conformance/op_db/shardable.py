@@ -1,7 +1,7 @@
-"""Which dims of an op's tensors can be cut, found by trying: no rule is asked.
+"""Finds the dims of an op's tensors that can be cut, by trying and without any rule.
 
-A *cut* is a dim for some of the tensors. It is one that an op allows if running the op on the two halves gives results
-that, laid end to end or added, equal the op's on the whole.
+A *cut* names a dim for some of the tensors. An op allows a cut if its results on the two halves, concatenated or added,
+equal its results on the whole tensors.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _MAX_PARTNERS = 48  # ways to cut the other tensors, for one dim
 
 
 def allowed_cuts(sample: Sample, most: int) -> list[Cut]:
-    """Up to ``most`` cuts, at most one for each dim of each tensor; none where the op ends the process.
+    """Up to ``most`` cuts, at most one for each dim of each tensor; empty if the op ends the process.
 
-    Some kernels do not check what they are given, so they are tried in a process of their own.
+    Some kernels do not check their arguments, so cuts are tried in a child process.
     """
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
@@ -54,7 +54,7 @@ def _allowed_cuts(sample: Sample, most: int) -> list[Cut]:
 
 
 def _candidates(tensors: Sequence[Tensor]) -> Iterator[tuple[tuple[int, int], Iterator[Cut]]]:
-    """For each dim of each tensor the cuts to try, those that cut more tensors first."""
+    """The cuts to try for each dim of each tensor, those that cut more tensors first."""
     for t, tensor in enumerate(tensors):
         for dim, size in enumerate(tensor.shape):
             if size > 1:
@@ -62,7 +62,7 @@ def _candidates(tensors: Sequence[Tensor]) -> Iterator[tuple[tuple[int, int], It
 
 
 def _partners(tensors: Sequence[Tensor], t: int, dim: int, size: int) -> Iterator[Cut]:
-    """Every other tensor is whole or cut along a dim of the same size."""
+    """Cuts in which every other tensor is whole or cut along a dim of the same size."""
     choices = [
         [dim] if i == t else [*(d for d, n in enumerate(other.shape) if n == size), None]
         for i, other in enumerate(tensors)
@@ -78,7 +78,7 @@ def _partners(tensors: Sequence[Tensor], t: int, dim: int, size: int) -> Iterato
 
 
 def _aligned(tensor: Tensor, from_right: int, size: int) -> int | None:
-    """The dim at the same place from the right, where it has the same size."""
+    """The same dim, counted from the right, if the tensor has this size there; else None."""
     return from_right if tensor.ndim >= -from_right and tensor.shape[from_right] == size else None
 
 
@@ -92,7 +92,7 @@ def _is_allowed(sample: Sample, tensors: Sequence[Tensor], cut: Cut, whole: Sequ
 
 
 def _is_joined(a: Tensor, b: Tensor, whole: Tensor) -> str:
-    """How two halves make the whole: end to end, added, or each the whole; empty where they do not."""
+    """How two halves make the whole: "end to end", "added", or "same" if each equals it; empty if they do not."""
     for dim in range(whole.ndim):
         if a.ndim == b.ndim == whole.ndim and a.shape[dim] + b.shape[dim] == whole.shape[dim] and a.shape[dim]:
             rest = all(a.shape[d] == b.shape[d] == whole.shape[d] for d in range(whole.ndim) if d != dim)
@@ -118,5 +118,5 @@ def _run(sample: Sample, tensors: Sequence[Tensor]) -> list[Tensor] | None:
     try:
         with torch.no_grad():
             return sample.call(*(tensor.clone() for tensor in tensors))
-    except Exception:  # the op does not take these halves, whatever it says
+    except Exception:  # the op does not accept these halves, whatever the error
         return None

@@ -1,4 +1,4 @@
-"""What a sample gives: outputs and gradients, by eager torch, and where two of them differ."""
+"""Outputs and gradients of a sample, computed by eager torch, and their comparison."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def eager(sample: Sample) -> Values:
 
 
 def tangent(name: str, output: Tensor) -> Tensor:
-    """The gradient of an output, the same each time."""
+    """A fixed random gradient of an output."""
     generator = torch.Generator().manual_seed(int(name) + 1)
     return torch.rand(output.shape, generator=generator, dtype=torch.float64).add(0.5).to(output.dtype)
 
 
 def difference(found: Values, expected: Values, tolerance: float) -> str:
-    """What differs by more than ``tolerance`` of the largest value, or nothing."""
+    """A text of the values that differ by more than ``tolerance`` of the largest; empty if none does."""
     pairs = [(f"output {i}", *pair) for i, pair in enumerate(zip(found.outputs, expected.outputs, strict=True))]
     pairs += [(f"gradient of {name}", found.gradients.get(name), g) for name, g in expected.gradients.items()]
     return "; ".join(text for text in (_differs(*pair, tolerance) for pair in pairs) if text)

@@ -1,4 +1,4 @@
-"""Plans that people write by hand: those of ``examples/``, the benchmarks and the zoo, for any number of ranks."""
+"""Plans as people write them: those of ``examples/``, the benchmarks and the zoo, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from shardc import Mesh, P, Pipeline, Remat, Zero
 from .models import Target
 from .plan import Plan
 
-NODE = 8  # ranks that people put in one node, where there are more
+NODE = 8  # ranks of a node, if there are more
 MICROBATCHES = 8  # as in the benchmark
 STAGES = (2, 4, 8)
 
 
 def hand_plans(target: Target, ranks: int) -> tuple[Plan, ...]:
-    """Every plan for so many ranks, without those that say the same as an earlier one."""
+    """All plans for this many ranks, without those that equal an earlier one."""
     makers = (data_parallel, hybrid, tensor_parallel, expert_parallel, pipelines, space, table)
     plans = [plan for make in makers for plan in make(target, ranks)]
     return tuple({plan.text: plan for plan in reversed(plans)}.values())[::-1]
 
 
 def data_parallel(target: Target, ranks: int) -> Iterator[Plan]:
-    """Samples over dp; ZeRO 1 to 3; FSDP by annotation; and recomputation of each block."""
+    """Samples over dp: plain, with ZeRO 1 to 3, with FSDP by annotation, and with recomputation of each block."""
     plain = Plan(f"dp={ranks}", Mesh(dp=ranks), target.data("dp"))
     yield plain
     for stage in (1, 2, 3):
         yield replace(plain, name=f"{plain.name} zero{stage}", zero=Zero("dp", stage))
-    has_numbers = any(buffer.dim() == 0 for buffer in target.model.buffers())  # a number has no dim to cut
+    has_numbers = any(buffer.dim() == 0 for buffer in target.model.buffers())  # such a buffer has no dim to cut
     stored = "param:*.weight" if has_numbers else "param:*"
     yield replace(plain, name=f"{plain.name} fsdp", annotations={**plain.annotations, stored: P("dp")})
     if target.blocks:
@@ -39,9 +39,9 @@ def data_parallel(target: Target, ranks: int) -> Iterator[Plan]:
 
 
 def hybrid(target: Target, ranks: int) -> Iterator[Plan]:
-    """Samples over two axes; HSDP: ZeRO inside a node or across nodes, plain data parallelism over the other axis.
+    """Samples over two axes: plain data parallelism, and HSDP with ZeRO over one axis, inside or across nodes.
 
-    And ZeRO++: over both, in two steps.
+    Also ZeRO++: ZeRO over both axes, with gathers in two steps.
     """
     inside = min(NODE, ranks // 2)
     if inside > 1:
@@ -55,7 +55,7 @@ def hybrid(target: Target, ranks: int) -> Iterator[Plan]:
 
 
 def tensor_parallel(target: Target, ranks: int) -> Iterator[Plan]:
-    """Megatron's, for every factorization; inside a node every form of it, with sequences, ZeRO and recomputation."""
+    """Megatron's plan for every factorization; inside a node all its forms, with sequences, ZeRO and recomputation."""
     for inside in divisors(ranks):
         for name in target.tensor:
             is_usual = inside == min(NODE, ranks // 2) or inside == ranks
@@ -64,7 +64,7 @@ def tensor_parallel(target: Target, ranks: int) -> Iterator[Plan]:
 
 
 def best_form(target: Target) -> str:
-    """The form of tensor parallelism that is written for every factorization: with the vocabulary, if there is one."""
+    """The form of tensor parallelism used for every factorization: with the vocabulary, if there is one."""
     return next((name for name in target.tensor if "vocabulary" in name), next(iter(target.tensor), ""))
 
 
@@ -89,7 +89,7 @@ def _tensor_forms(target: Target, ranks: int, inside: int, name: str, is_usual: 
 
 
 def expert_parallel(target: Target, ranks: int) -> Iterator[Plan]:
-    """Experts over the axis of the samples, over a part of it, and over an axis of their own beside tensors."""
+    """Experts over the axis of the samples, over a part of it, and over the tensor parallel axis."""
     experts = {name: P("ep") for name in target.experts}
     for inside in divisors(ranks) if experts else ():
         if num_experts(target) % inside:
@@ -108,13 +108,13 @@ def expert_parallel(target: Target, ranks: int) -> Iterator[Plan]:
 
 
 def num_experts(target: Target) -> int:
-    """The experts of a layer: the size of dim 0 of their parameters."""
+    """The number of experts of a layer: the size of dim 0 of their parameters."""
     named = target.model.named_parameters()
     return next(len(value) for name, value in named if any(fnmatchcase(name, glob) for glob in target.experts))
 
 
 def pipelines(target: Target, ranks: int) -> Iterator[Plan]:
-    """1F1B over 2, 4 and 8 stages, with samples or tensors cut inside a stage, and GPipe."""
+    """1F1B over 2, 4 and 8 stages, with samples or tensors cut inside a stage, and GPipe if a stage has one rank."""
     weights = target.tensor.get(best_form(target), {})
     for stages in STAGES if target.blocks and target.has_microbatches else ():
         inside = ranks // stages
@@ -133,7 +133,7 @@ def pipelines(target: Target, ranks: int) -> Iterator[Plan]:
 
 
 def space(target: Target, ranks: int) -> Iterator[Plan]:
-    """Images cut by their height, on all ranks or inside a group that has samples of its own."""
+    """Images cut by height, over all ranks or inside groups that each have their own samples."""
     for inside in divisors(ranks) if target.space else ():
         outside = ranks // inside
         if outside == 1:
@@ -145,7 +145,7 @@ def space(target: Target, ranks: int) -> Iterator[Plan]:
 
 
 def table(target: Target, ranks: int) -> Iterator[Plan]:
-    """The rows or the columns of a table over the axis of the samples, or over one of its own."""
+    """The rows or columns of a table over the axis of the samples, or over an axis of their own."""
     if not target.table:
         return
     for name, spec in {"rows": P("dp"), "columns": P(None, "dp")}.items():
@@ -163,5 +163,5 @@ def table(target: Target, ranks: int) -> Iterator[Plan]:
 
 
 def divisors(ranks: int) -> list[int]:
-    """The sizes above 1 of an inner axis."""
+    """The possible sizes above 1 of an inner axis."""
     return [size for size in range(2, ranks + 1) if ranks % size == 0]

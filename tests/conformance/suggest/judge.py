@@ -1,4 +1,4 @@
-"""The judgement of a suggestion: it is priced as it compiles, and no plan that fits the same memory is faster."""
+"""The judgement of a suggestion: its price is that of its compile, and no plan that fits the same memory is faster."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from shardc.language.text import bytes_text, seconds_text
 
 from .plan import Plan, Price
 
-TOLERANCE = 1e-6  # relative: equal plans may be added up in another order
+TOLERANCE = 1e-6  # relative: costs of equal plans may be summed in another order
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A plan with its price on the machine of a line."""
+    """A plan and its price on the machine of a line."""
 
     plan: Plan
     price: Price
@@ -27,10 +27,10 @@ def fastest(candidates: Sequence[Candidate], limit: float) -> Candidate | None:
 
 
 def problems(said: Mapping[str, float], suggested: Price, others: Sequence[Candidate], limit: float) -> list[str]:
-    """What is wrong with a suggestion, one sentence each.
+    """The problems of a suggestion, one sentence each.
 
-    ``said``: the ``seconds`` and ``peak`` that came with it. ``suggested``: the price of the same plan compiled here.
-    ``others``: the plans that it must not be slower than, where they fit into ``limit`` bytes.
+    ``said``: its own ``seconds`` and ``peak``. ``suggested``: the price of the same plan compiled here. ``others``:
+    plans that must not be faster if they fit into ``limit`` bytes.
     """
     found = []
     for name, value in said.items():

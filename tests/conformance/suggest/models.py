@@ -1,8 +1,8 @@
-"""The models of the suite at real sizes, on meta, each with the annotations that people give it by hand.
+"""The models of the suite at real sizes, on meta, each with the annotations that people would write.
 
-A maker returns a ``Target``. The annotations are those of ``examples/``, of the benchmarks and of the zoo, under the
-names of the model at hand: ``tp`` for weights, ``sp`` for space. No model has more than 12 repeated blocks, so that a
-whole compile takes seconds.
+A maker returns a ``Target``. The annotations are those of ``examples/``, the benchmarks and the zoo, with the names of
+each model's parameters: ``tp`` cuts weights, ``sp`` space. No model has more than 12 repeated blocks, so that a whole
+compile takes seconds.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Annotations = Mapping[str, P]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """A model to be trained, its inputs by name, and what is known of it by hand.
+    """A model to be trained, its inputs by name, and its annotations by hand.
 
     ``tensor``: plans of weights over ``tp``, by name. ``sequence``: modules whose outputs are ``[sample, position,
     ...]``, cut by position in Megatron's sequence parallelism. ``experts``: parameters whose first dim counts experts.
-    ``space``: inputs by the dim of their height. ``table``: a parameter of which each rank has some rows. ``blocks``: a
-    glob over the repeated modules; empty where there are none. ``has_microbatches``: a pipeline can run it, because
-    nothing in the middle of a step is made of the whole batch, as a batch norm's statistics are.
+    ``space``: the dim of the height, by input. ``table``: a parameter that can be cut by rows. ``blocks``: a glob of
+    the repeated modules; empty if there are none. ``has_microbatches``: a pipeline can run the model, because no value
+    within a step depends on the whole batch, as the statistics of a batch norm do.
     """
 
     model: nn.Module
@@ -49,11 +49,11 @@ class Target:
 
     @property
     def batch(self) -> int:
-        """Samples of a step; dim 0 of every input."""
+        """The number of samples of a step: the size of dim 0 of the inputs."""
         return min(len(value) for value in self.inputs.values())
 
     def data(self, axes: str | tuple[str, ...]) -> dict[str, P]:
-        """Every rank has samples of its own."""
+        """Annotations that cut the samples of every input over ``axes``."""
         return {f"input:{name}": P(axes) for name in self.inputs}
 
 
@@ -62,14 +62,14 @@ MODELS: dict[str, Maker] = {}
 
 
 def model(make: Maker) -> Maker:
-    """Enter a maker under its own name."""
+    """Register a maker under its own name."""
     MODELS[make.__name__] = make
     return make
 
 
 @cache
 def target(name: str) -> Target:
-    """A model by its name, made once a process, on meta."""
+    """A model by its name, on meta, made once in each process."""
     hf.logging.set_verbosity_error()
     with torch.device("meta"):
         found = MODELS[name]()
@@ -91,7 +91,7 @@ def text(batch: int, length: int) -> dict[str, Tensor]:
 @model
 def gpt2() -> Target:
     """GPT-2 small."""
-    pairs = {"*.attn.c_proj.weight": ROWS, "*.mlp.c_proj.weight": ROWS}  # of examples/hf_gpt2.py: Conv1D is [in, out]
+    pairs = {"*.attn.c_proj.weight": ROWS, "*.mlp.c_proj.weight": ROWS}  # see examples/hf_gpt2.py: Conv1D is [in, out]
     columns = {"*.attn.c_attn.weight": COLUMNS, "*.mlp.c_fc.weight": COLUMNS, "lm_head.weight": ROWS}
     return Target(
         hf.GPT2LMHeadModel(hf.GPT2Config(use_cache=False)),
@@ -104,7 +104,7 @@ def gpt2() -> Target:
 
 @model
 def llama() -> Target:
-    """0.9 B parameters; four queries share a key."""
+    """A Llama of 0.9 B parameters, in which four queries share a key."""
     config = hf.LlamaConfig(
         hidden_size=2048, intermediate_size=8192, num_hidden_layers=12, num_attention_heads=32, num_key_value_heads=8,
         vocab_size=32000, use_cache=False,
@@ -122,7 +122,7 @@ def llama() -> Target:
 
 @model
 def gptj() -> Target:
-    """GPT-J's own widths, with four of its layers."""
+    """GPT-J with four of its layers, at its own widths."""
     config = hf.GPTJConfig(n_layer=4, use_cache=False)
     pairs = {"*.attn.out_proj.weight": COLUMNS, "*.mlp.fc_out.weight": COLUMNS}
     columns = {"*.attn.[qkv]_proj.weight": ROWS, "*.mlp.fc_in.weight": ROWS, "lm_head.weight": ROWS}
@@ -193,13 +193,13 @@ def mixtral() -> Target:
         sequence=("model.embed_tokens",),
         experts=("*.experts.*_proj",),
         blocks="model.layers.*",
-        has_microbatches=False,  # the router's loss is of the whole batch
+        has_microbatches=False,  # the loss of the router depends on the whole batch
     )
 
 
 @model
 def gshard() -> Target:
-    """The mixture of experts of ``examples/moe.py`` with 64 experts of 8 M parameters in each of four layers."""
+    """The mixture of experts of ``examples/moe.py``, with 64 experts of 8 M parameters in each of four layers."""
     x = torch.empty(64, 1024, 1024)
     return Target(
         moe.Model(layers=4, width=1024, experts=64),
@@ -227,7 +227,7 @@ def resnet() -> Target:
 
 
 class UNet(nn.Module):
-    """Ronneberger, Fischer and Brox, 2015: down four times, up four times, each level joined with its like."""
+    """Ronneberger, Fischer and Brox, 2015: four levels down, four levels up, with skip connections."""
 
     def __init__(self, width: int = 64, levels: int = 4, classes: int = 19) -> None:
         super().__init__()
@@ -266,7 +266,7 @@ def layers(*widths: int) -> nn.Sequential:
 
 
 class Recommender(nn.Module):
-    """DLRM, Naumov et al., 2019: numbers and categories of a sample become vectors, and their products a score."""
+    """DLRM, Naumov et al., 2019: maps numbers and categories of a sample to vectors, and their products to a score."""
 
     def __init__(self, rows: tuple[int, ...], width: int, numbers: int) -> None:
         super().__init__()
@@ -286,7 +286,7 @@ class Recommender(nn.Module):
 
 @model
 def recommender() -> Target:
-    """A table of 10 M x 128, which most of the memory is for, and seven smaller ones."""
+    """A recommender with a table of 10 M x 128, which takes most of the memory, and seven smaller tables."""
     rows = (10_000_000, 500_000, 200_000, 50_000, 10_000, 1_000, 100, 10)
     inputs = {
         "numbers": torch.empty(65536, 13),

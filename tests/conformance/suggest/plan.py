@@ -1,4 +1,4 @@
-"""A plan, and its price: what the plan costs on a machine when it is compiled whole."""
+"""A plan and its price: the cost of the whole compiled plan on a machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPTIMIZER = "adamw"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """A mesh, annotations and options, under the name by which the table speaks of it.
+    """A mesh, annotations and options, with the name of the plan in the table.
 
     ``others``: options that only suggestions have, by name.
     """
@@ -43,12 +43,12 @@ class Plan:
 
     @property
     def text(self) -> str:
-        """The plan as Python code of its arguments."""
+        """The arguments of the plan as Python code."""
         return ", ".join(f"{name}={code(value)}" for name, value in self.arguments.items() if value)
 
 
 def code(value: Any) -> str:
-    """An option as Python code, without fields that are as they are by default."""
+    """An option as Python code, without fields that have their default values."""
     if not is_dataclass(value):
         return repr(value)
     given = {each.name: getattr(value, each.name) for each in fields(value)}
@@ -63,9 +63,9 @@ def default_of(each: Field[Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """The cost of a plan: predicted seconds of a step; on one rank its highest memory, bytes sent and operations.
+    """The cost of a plan: predicted seconds of a step; peak memory, sent bytes and operations of one rank.
 
-    ``num_collectives``: of a step; of a pipeline, of all its stages.
+    ``num_collectives``: those of a step; for a pipeline, those of all stages.
     """
 
     seconds: float
@@ -83,7 +83,7 @@ def price(model: nn.Module, inputs: Mapping[str, Any], plan: Plan, machine: Mach
 class Pricer:
     """Prices plans of one model and its inputs by name.
 
-    State: ``_captured``, a compiled plan for each set of annotations of modules, whose capture others keep.
+    State: ``_captured``, a compiled plan for each set of annotations of modules; other plans reuse its capture.
     """
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
@@ -91,11 +91,11 @@ class Pricer:
         self._captured: dict[Hashable, Compiled] = {}
 
     def prices(self, plan: Plan, machines: Sequence[Machine]) -> list[Price]:
-        """The price on each machine. Without a pipeline a program is the same on all of them, and is compiled once.
+        """The price on each machine. Without a pipeline the program is the same on all machines, and is compiled once.
 
         Raises what ``shardc.compile`` raises.
         """
-        if plan.pipeline is not None and len(machines) > 1:  # its stages are balanced by the machine's times
+        if plan.pipeline is not None and len(machines) > 1:  # stages are balanced by the times of the machine
             return [each for machine in machines for each in self.prices(plan, [machine])]
         compiled = self._compiled(plan, machines[0])
         collectives, cost = compiled.collectives, compiled.cost

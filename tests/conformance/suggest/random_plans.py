@@ -1,4 +1,4 @@
-"""Random plans that compile, drawn so that many of them are plans which somebody might write."""
+"""Random plans that compile, drawn so that many of them are plans that somebody might write."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ REFUSED = (ShardingError, CaptureError, NotImplementedError)
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """A plan and its price on each machine; or no prices, and the reason why it does not compile.
+    """A plan and its price on each machine, or no prices and the reason why it does not compile.
 
-    ``is_defect``: the compiler failed, where it should have compiled or refused the plan.
+    ``is_defect``: the compiler failed instead of compiling or refusing the plan.
     """
 
     plan: Plan
@@ -44,7 +44,7 @@ def priced(pricer: Pricer, plan: Plan, machines: Sequence[Machine]) -> Priced:
     """The prices of a plan."""
     try:
         return Priced(plan, tuple(pricer.prices(plan, machines)))
-    except Exception as error:  # whatever stops one plan, the next is tried
+    except Exception as error:  # no error of one plan stops the others
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         return Priced(plan, reason=reason, is_defect=not isinstance(error, REFUSED))
 
@@ -52,7 +52,7 @@ def priced(pricer: Pricer, plan: Plan, machines: Sequence[Machine]) -> Priced:
 def random_plans(
     pricer: Pricer, target: Target, ranks: int, count: int, seed: int, machines: Sequence[Machine]
 ) -> list[Priced]:
-    """Random plans until so many compile, those that do not among them; the same plans for the same seed."""
+    """Random plans until ``count`` of them compile, including those that do not; the same plans for the same seed."""
     found: list[Priced] = []
     for plan in _drawn(target, ranks, count * TRIES, seed):
         if sum(bool(each.prices) for each in found) == count:
@@ -71,16 +71,16 @@ def _drawn(target: Target, ranks: int, count: int, seed: int) -> Iterator[Plan]:
 
 
 def draw_plan(target: Target, ranks: int, generator: random.Random, name: str = "random") -> Plan:
-    """One plan, which need not compile.
+    """Draw one plan, which need not compile.
 
-    The mesh has one to three axes, of prime factors of the ranks that are dealt to them at random. One time in six,
-    where a pipeline can run the model, its axis comes before them, with at most 8 stages and 2 to 16 microbatches.
-    Nine times in ten the samples are cut by one or several of the other axes, of sizes whose product divides the
-    batch. Then up to three groups of parameters are cut, one dim each, by an axis that divides the dim, four times in
-    five by one that cuts no samples if there is such an axis; a group is what one glob over the blocks matches, and is
-    drawn by the root of its size. One time in eight the second dim of the inputs is cut by an axis that is left.
-    Half of the plans have a ZeRO stage, mostly over an axis of samples or in two steps over all of these, and a quarter
-    recompute each or every second block.
+    The mesh has one to three axes; the prime factors of the number of ranks are dealt to them at random. If a pipeline
+    can run the model, one mesh in six has its axis first, with at most 8 stages and 2 to 16 microbatches. Nine times in
+    ten the samples are cut by one or several of the other axes; the product of their sizes divides the batch. One time
+    in eight an axis that is left cuts the second dim of the inputs. Up to three groups of parameters are cut, each in
+    one dim by an axis that divides it, four times in five by an axis that cuts no samples if there is one. A group is
+    all parameters that a glob over the blocks matches, drawn with the square root of its size as weight. Half of the
+    plans have a ZeRO stage, mostly over an axis of samples or in two steps over all of these axes. A quarter recompute
+    every block or every second block.
     """
     mesh, pipeline = _draw_mesh(target, ranks, generator)
     axes = {axis: size for axis, size in mesh.sizes.items() if axis != STAGES}
@@ -106,7 +106,7 @@ def _draw_mesh(target: Target, ranks: int, generator: random.Random) -> tuple[Me
     stages = 1
     if target.blocks and target.has_microbatches and generator.random() < 1 / 6:
         stages = generator.choice([size for size in (2, 4, 8) if ranks % size == 0] or [1])
-    fewest = 1 if target.batch % (ranks // stages) == 0 else 2  # one axis of more ranks than samples cuts none
+    fewest = 1 if target.batch % (ranks // stages) == 0 else 2  # one axis could not cut the batch
     names = AXES[: generator.randint(fewest, 2 if stages > 1 else 3)]
     sizes = dict.fromkeys(names, 1)
     for factor in prime_factors(ranks // stages):
@@ -124,7 +124,7 @@ def _draw_mesh(target: Target, ranks: int, generator: random.Random) -> tuple[Me
 
 
 def prime_factors(number: int) -> list[int]:
-    """The prime factors, the smallest first."""
+    """The prime factors of a number, the smallest first."""
     for factor in range(2, number + 1):
         if number % factor == 0:
             return [factor, *prime_factors(number // factor)]
@@ -132,7 +132,7 @@ def prime_factors(number: int) -> list[int]:
 
 
 def _draw_samples(target: Target, axes: dict[str, int], generator: random.Random) -> tuple[str, ...]:
-    """Some of the axes, of sizes whose product divides the batch; as often one as two or three, where they are."""
+    """Some of the axes, with sizes whose product divides the batch; one, two and three axes are equally likely."""
     by_count = [
         [chosen for chosen in combinations(axes, count) if target.batch % prod(axes[axis] for axis in chosen) == 0]
         for count in range(1, len(axes) + 1)
@@ -144,7 +144,7 @@ def _draw_samples(target: Target, axes: dict[str, int], generator: random.Random
 
 
 def _positions(target: Target, samples: tuple[str, ...], axis: str, axes: dict[str, int]) -> dict[str, P]:
-    """The second dim of every input that has one which the axis divides."""
+    """Annotations that cut the second dim of every input by the axis, if it divides that dim."""
     batch: Any = samples or None
     return {
         f"input:{name}": P(batch, axis)
@@ -154,7 +154,7 @@ def _positions(target: Target, samples: tuple[str, ...], axis: str, axes: dict[s
 
 
 def _draw_cut(model: nn.Module, axis: str, axes: dict[str, int], generator: random.Random) -> dict[str, P]:
-    """One dim of one group of parameters over an axis; nothing where no group has a dim that it divides."""
+    """An annotation that cuts a dim of a group of parameters by an axis; empty if the axis divides no dim."""
     cuts = {
         (glob, dim): group[0].numel() * len(group)
         for glob, group in groups(model).items()
@@ -168,7 +168,7 @@ def _draw_cut(model: nn.Module, axis: str, axes: dict[str, int], generator: rand
 
 
 def groups(model: nn.Module) -> dict[str, list[Tensor]]:
-    """The parameters by globs in which the numbers of repeated modules are open, each with all that it matches."""
+    """All parameters by glob: each glob has ``*`` for the numbers of repeated modules."""
     named = dict(model.named_parameters())
     globs = dict.fromkeys(sub(r"\.\d+(?=\.)", ".*", name) for name in named)
     return {glob: [value for name, value in named.items() if fnmatchcase(name, glob)] for glob in globs}

@@ -1,8 +1,8 @@
-"""``shardc.suggest`` against hand plans and random plans: no plan that fits the same memory may be faster.
+"""``shardc.suggest`` compared with hand plans and random plans: no plan that fits the same memory may be faster.
 
-Eleven models at real sizes, on meta, on 2 to 64 ranks, with fast links alone and with slow links between nodes. All
-plans are compiled whole and priced alike; that of a suggestion must be the price that came with it. Each model has one
-more line with less memory: halfway between the peaks of ZeRO 3 and of plain data parallelism.
+Eleven models at real sizes, on meta, on 2 to 64 ranks, with only fast links and with slow links between nodes. All
+plans are compiled whole and priced alike; the price of a suggestion must be the one that it states. Each model has an
+additional line with less memory: halfway between the peaks of ZeRO 3 and of plain data parallelism.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ RANKS = (2, 4, 8, 16, 64)
 LINKS = ("fast", "slow")
 FAST, SLOW, DEVICE = "nvlink", "infiniband", "h100"
 MEMORY = 80e9
-OTHERS = ("overlap", "saved", "precision")  # options of suggestions that no plan by hand has
-NUM_PLANS = 8  # random ones of a model on so many ranks
+OTHERS = ("overlap", "saved", "precision")  # options of suggestions that no hand plan has
+NUM_PLANS = 8  # random plans of a model for each number of ranks
 TIGHT_RANKS, TIGHT_LINKS = 8, "slow"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model on so many ranks, with some kinds of links."""
+    """A model on a number of ranks, with one or both kinds of links."""
 
     model: str
     ranks: int
@@ -50,7 +50,7 @@ class Case:
 
     @property
     def nodes(self) -> int:
-        """Nodes of at most 8 ranks, and at least two of them, where there are slow links."""
+        """The number of nodes with slow links between them: at least two, of at most 8 ranks each."""
         return max(2, self.ranks // NODE)
 
     def machine(self, links: str) -> Machine:
@@ -60,14 +60,14 @@ class Case:
         return Machine({"*": FAST}, DEVICE, node=self.ranks // self.nodes, between=SLOW)
 
     def of_suggest(self, links: str) -> dict[str, Any]:
-        """The same machine as arguments of ``shardc.suggest``."""
+        """The machine of a line as arguments of ``shardc.suggest``."""
         slow = {"links": (FAST, SLOW), "nodes": self.nodes}
         return {"device": DEVICE, **({"links": FAST} if links == "fast" else slow)}
 
 
 @dataclass(frozen=True)
 class Line:
-    """What there is to compare on one machine within one limit of memory."""
+    """The plans to compare on one machine within one memory limit."""
 
     case: Case
     links: str
@@ -81,7 +81,7 @@ class Line:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which models, ranks and links, and how many random plans."""
+    """Add the options of this suite: models, ranks, links, and random plans."""
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="by default all eleven")
     parser.add_argument("--ranks", nargs="+", type=int, default=list(RANKS), help="by default 2 4 8 16 64")
     parser.add_argument("--links", nargs="+", choices=LINKS, default=list(LINKS), help="by default both")
@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Compare; print a row for each line, what could not be compiled, and what is wrong."""
+    """Compare; print a row for each line, the plans that cannot be compiled, and wrong results."""
     tight = TIGHT_RANKS if TIGHT_RANKS in options.ranks else max(options.ranks)
     cases = [
         Case(model, ranks, tuple(options.links), options.plans, options.seed, ranks == tight)
@@ -114,7 +114,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def flat(by_case: Sequence[Result]) -> list[Result]:
-    """The results of lines; a case whose process ended has none but its own."""
+    """The results of all lines; a case whose process ended has only its own result."""
     return [
         line
         for result in by_case
@@ -123,7 +123,7 @@ def flat(by_case: Sequence[Result]) -> list[Result]:
 
 
 def compare(case: Case) -> Result:
-    """All lines of a model on so many ranks, and each plan on which the compiler fails."""
+    """The results of all lines of a case, and of each plan on which the compiler fails."""
     made = target(case.model)
     pricer = Pricer(made.model, made.inputs)
     machines = [case.machine(links) for links in case.links]
@@ -140,7 +140,7 @@ def compare(case: Case) -> Result:
 
 
 def lines_of(case: Case, hand: Sequence[Priced], drawn: Sequence[Priced]) -> Iterator[Line]:
-    """A line for each kind of links, and the one with little memory."""
+    """A line for each kind of links, and in a tight case the line with little memory."""
     for number, links in enumerate(case.links):
         by_hand, random = (
             tuple(Candidate(each.plan, each.prices[number]) for each in several if each.prices)
@@ -158,7 +158,7 @@ def tight_limit(ranks: int, hand: Sequence[Candidate]) -> float:
 
 
 def compare_line(line: Line, made: Target, pricer: Pricer) -> Result:
-    """The judgement of the first suggestion."""
+    """The result of judging the first suggestion of a line."""
     case, begun = line.case, time.process_time()
     try:
         first = shardc.suggest(
@@ -168,7 +168,7 @@ def compare_line(line: Line, made: Target, pricer: Pricer) -> Result:
         took = time.process_time() - begun
         plan = plan_of(first)
         own = pricer.prices(plan, [case.machine(line.links)])[0]
-    except Exception as error:  # whatever stops one line, the next is tried
+    except Exception as error:  # no error of one line stops the others
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         return Result(str(line), "refused", reason, {"row": row_of(line, None, None, 0.0)})
     said = {"seconds": first.seconds, "peak": first.memory["peak"]}
@@ -197,7 +197,7 @@ HEADER = ("model", "ranks", "links", "memory", "suggestion", "step", "peak", "be
 
 
 def row_of(line: Line, plan: Plan | None, own: Price | None, took: float) -> tuple[str, ...]:
-    """A line of the table. A ratio above 1: the other plan takes longer."""
+    """A row of the table. A ratio above 1 means that the other plan takes longer."""
     hand, drawn = fastest(line.hand, line.limit), fastest(line.drawn, line.limit)
     fitting = sum(each.price.peak <= line.limit for each in line.drawn)
     return (

@@ -1,4 +1,4 @@
-"""The suite's own parts: models, hand plans, random plans, prices, and the judgement of a suggestion."""
+"""Tests of the suite: models, hand plans, random plans, prices, and the judgement of a suggestion."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_random_plans_are_mostly_plans_that_somebody_might_write_and_of_all_kind
     assert 0.15 < share(lambda plan: plan.remat is not None) < 0.35
     assert 0.4 < share(lambda plan: plan.zero is not None) < 0.6
     assert {plan.zero.stage for plan in plans if plan.zero} == {1, 2, 3}
-    assert len({plan.mesh.shape for plan in plans if not plan.pipeline}) == 7  # as 16 has factors, in three axes
+    assert len({plan.mesh.shape for plan in plans if not plan.pipeline}) == 7  # products of 1 to 3 sizes
     assert len({plan.text for plan in plans}) > 350
     cut = {name for plan in plans for name in plan.annotations if name.startswith("param:")}
     matrices = {f"param:{glob}" for glob, group in groups(made.model).items() if group[0].dim() == 2}
@@ -227,7 +227,7 @@ def test_a_suggestion_fails_where_its_price_is_another_or_it_does_not_fit() -> N
 
 
 class Planted:
-    """A plan as a suggestion; the command reads these of it."""
+    """A plan as a suggestion, with the attributes that the command reads."""
 
     def __init__(self, plan: Plan, found: Price) -> None:
         self.mesh, self.annotations, self.zero = plan.mesh, plan.annotations, plan.zero

@@ -42,7 +42,7 @@ def double_convolution(wide_in: int, wide_out: int) -> nn.Sequential:
 
 
 class UNet(nn.Module):
-    """Ronneberger, Fischer and Brox, 2015: down twice, up twice, each level joined with its like."""
+    """Ronneberger, Fischer and Brox, 2015: two levels down, two levels up, with skip connections."""
 
     def __init__(self) -> None:
         super().__init__()

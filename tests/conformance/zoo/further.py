@@ -73,7 +73,7 @@ def wav2vec2(at: Sizes) -> Made:
 
 @model
 def llava(at: Sizes) -> Made:
-    """Four places of each text are an image's."""
+    """Four tokens of each text stand for an image."""
     vision = {"hidden_size": at.width, "intermediate_size": 2 * at.width, "num_hidden_layers": at.layers}
     vision |= {"num_attention_heads": at.heads, "image_size": 8, "patch_size": 4}
     config = hf.LlavaConfig(

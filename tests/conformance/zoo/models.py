@@ -1,8 +1,8 @@
-"""The models of the zoo: transformers' own classes in small, convolutional and recurrent ones, with few annotations.
+"""The models of the zoo, with few annotations: small models of transformers, convolutional and recurrent ones.
 
 A maker takes the sizes and returns ``(model, inputs by name, annotations for tp)``; ``dp`` cuts the batch dim of every
-input. The annotations are those of Megatron: the weights of queries, keys, values and of the MLP's first layer by
-their columns, and the head by the vocabulary.
+input. The annotations are Megatron's: they cut the weights of queries, keys, values and the first layer of the MLP by
+columns, and the head by the vocabulary.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Made = tuple[nn.Module, Inputs, Mapping[str, P]]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How large a model is made; ``width`` is ``8 * heads``."""
+    """The sizes of a model; ``width`` is ``8 * heads``."""
 
     batch: int = 4
     seq: int = 8
@@ -61,7 +61,7 @@ BART = {"*.[qkv]_proj.weight": ROWS, "*.fc1.weight": ROWS}
 
 
 def model(make: Maker) -> Maker:
-    """Enter a maker in the zoo, under its own name."""
+    """Register a maker in the zoo under its own name."""
     MODELS[make.__name__] = make
     return make
 
@@ -79,7 +79,7 @@ def images(at: Sizes, size: int = 16) -> Inputs:
 
 
 def common(at: Sizes) -> dict[str, int]:
-    """The names that most configs share."""
+    """The fields that most configs share."""
     return {
         "vocab_size": at.vocab,
         "hidden_size": at.width,
@@ -91,7 +91,7 @@ def common(at: Sizes) -> dict[str, int]:
 
 
 def grouped(at: Sizes) -> dict[str, int]:
-    """Two queries share a key, where the heads are even."""
+    """The fields of a config in which two queries share a key, if the number of heads is even."""
     return common(at) | {"num_key_value_heads": at.heads // 2 if at.heads % 2 == 0 else at.heads}
 
 
@@ -171,7 +171,7 @@ def opt(at: Sizes) -> Made:
 
 @model
 def mixtral(at: Sizes) -> Made:
-    """Each expert's hidden units are cut, as those of any MLP."""
+    """Mixtral with the hidden units of each expert cut, like those of an MLP."""
     config = hf.MixtralConfig(**grouped(at), num_local_experts=at.experts, output_router_logits=True)
     weights = {"*.experts.gate_up_proj": COLUMNS, "*.[qkv]_proj.weight": ROWS, "lm_head.weight": ROWS}
     return hf.MixtralForCausalLM(config), text(at), weights
@@ -179,7 +179,7 @@ def mixtral(at: Sizes) -> Made:
 
 @model
 def mixtral_experts(at: Sizes) -> Made:
-    """Each rank has some of the experts."""
+    """Mixtral with some of the experts on each rank."""
     made, inputs, weights = mixtral(at)
     return (
         made,

@@ -1,9 +1,9 @@
-"""The model zoo: each model sharded on small meshes equals the single device; and what that costs.
+"""The model zoo: compares each model, sharded on small meshes, with one device, and counts its costs.
 
-Every model is compiled from a few annotations for dp=2, tp=2 and dp=2,tp=2, and for the last once more with dropout on
-and once with sizes that do not divide. ``shardc verify`` holds outputs and every gradient, in float64 and float32,
-against the single device, and that against the eager model; a step is rehearsed on meta. ``--all`` takes every model
-type of transformers, as small as it can be built, on dp=2,tp=2; what transformers cannot build or run small is apart.
+Every model is compiled from a few annotations for dp=2, tp=2 and dp=2,tp=2, and for the last also with dropout and with
+sizes that do not divide. ``shardc verify`` compares outputs and all gradients, in float64 and float32, with one device,
+and one device with the eager model; a step is rehearsed on meta. ``--all`` takes every model type of transformers, as
+small as it can be built, on dp=2,tp=2. Types that transformers cannot build or run at a small size count as apart.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MESHES = {"dp=2": Mesh(dp=2), "tp=2": Mesh(tp=2), "dp=2,tp=2": Mesh(dp=2, tp=2)}
 SIZES = {"even": Sizes(), "dropout": Sizes(), "uneven": Sizes(batch=5, seq=7, vocab=67, heads=3)}
 DROPOUT = 0.1
 AGAINST_EAGER = "single device against eager"
-FEW_ROUNDINGS = 1e-9  # in float64, of a tensor of which float32 has few digits
+FEW_ROUNDINGS = 1e-9  # tolerance in float64 for a tensor that has few digits in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Case:
         return f"{self.model} {self.variant} {self.mesh}"
 
     def make(self) -> Made:
-        """The model, ready to be trained, its inputs and its annotations."""
+        """The model in training mode, its inputs and its annotations."""
         torch.manual_seed(0)
         model, inputs, weights = MODELS[self.model](SIZES[self.variant])
         set_dropout(model, DROPOUT if self.variant == "dropout" else 0.0)
@@ -65,10 +65,10 @@ class Case:
 
 
 def set_dropout(model: nn.Module, chance: float) -> None:
-    """Give every module that drops, by whatever name it keeps its chance, the same one.
+    """Set the dropout chance of every module and config, whatever the name of the field.
 
-    Layers are not dropped whole: that is a branch on a drawn number, which no graph holds. Nor are spans of speech
-    masked, which numpy draws.
+    Whole layers are not dropped: that is a branch on a random number, which a graph cannot have. Spans of speech are
+    not masked, since numpy draws them.
     """
     for module in model.modules():
         for holder in (module, getattr(module, "config", None)):
@@ -84,7 +84,7 @@ def set_dropout(model: nn.Module, chance: float) -> None:
 def cases(
     only: str | None = None, variants: Sequence[str] = tuple(SIZES), meshes: Sequence[str] = ()
 ) -> Iterator[Case]:
-    """Every model on every mesh; the further variants on the largest mesh alone, if no meshes are asked for."""
+    """Every model and variant on ``meshes``; by default, even sizes on all meshes, other variants on the largest."""
     for name in MODELS:
         for variant in variants if fnmatch.fnmatch(name, only or "*") else ():
             for mesh in meshes or (MESHES if variant == "even" else ["dp=2,tp=2"]):
@@ -92,7 +92,7 @@ def cases(
 
 
 def run(case: Case) -> Result:
-    """Compile the case, compare its numbers, and count what the program costs."""
+    """Compile the case, compare its values, and count the costs of the program."""
     seen: list[Compiled] = []
     try:
         model, inputs, annotations = case.make()
@@ -116,7 +116,7 @@ def _worst(found: Sequence[Difference]) -> dict[str, float]:
 
 
 def _costs(compiled: Compiled) -> dict[str, Any]:
-    """``redundant``: operations of all ranks together over those of the model, 1 when nothing is computed twice."""
+    """The costs of a program. ``redundant``: operations of all ranks per operation of the model, 1 if none repeats."""
     program = compiled.program
     whole, all_ranks = flops_of(compiled.at("canonicalize")), flops_of(program, of_rank=True) * compiled.mesh.size
     return {
@@ -130,9 +130,9 @@ def _costs(compiled: Compiled) -> dict[str, Any]:
 
 
 def run_type(model_type: str) -> Result:
-    """The same of any model type of transformers: rows of the batch and every linear weight are cut.
+    """Run a model type of transformers as ``run`` does a case, with the batch and every linear weight cut.
 
-    A causal language model also runs without gradients, as it is called to generate text.
+    A causal language model also runs without gradients, as in text generation.
     """
     try:
         model, inputs = small.build(model_type)
@@ -160,10 +160,10 @@ def run_type(model_type: str) -> Result:
 
 
 def reason_of(found: Sequence[Difference], model: nn.Module, inputs: Mapping[str, Tensor]) -> str:
-    """Why the differences of a type say nothing of shardc, if they do not.
+    """Why the differences of a type are not an error of shardc; empty if they are.
 
-    A sum of large numbers that is nearly 0, as the gradient of a bias before a batch norm is, has few digits in
-    float32. Where that is so, float64 must be right, and float32 is held to what rounding explains.
+    A sum of large numbers that is nearly 0, like the gradient of a bias before a batch norm, has few digits in float32.
+    Then float64 must be right, and differences in float32 must be explained by rounding.
     """
     bad = [each for each in found if not each.is_small]
     lost = NUM_ROUNDINGS * max(each.rounding for each in found)
@@ -171,7 +171,7 @@ def reason_of(found: Sequence[Difference], model: nn.Module, inputs: Mapping[str
     if lost > LOOSEST and all(each.difference <= most[each.dtype] for each in bad):
         return "float32 has few digits"
     if all(each.check == AGAINST_EAGER for each in bad) and _draws_in_evaluation(model, inputs):
-        return "draws in evaluation"  # eager and we draw other numbers
+        return "draws in evaluation"  # eager torch and shardc draw different numbers
     return ""
 
 
@@ -192,7 +192,7 @@ def _annotations(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, P]
 
 
 def _without_gradients(model: nn.Module, inputs: Mapping[str, Tensor], mesh: Mesh) -> float:
-    """How far the logits of a parallel model are from the eager model's, caches and all other outputs on."""
+    """The difference of the logits of a parallel model from the eager model's, with caches and all other outputs on."""
     parallel = parallelize(model.eval(), mesh, _annotations(model, inputs))
     with torch.no_grad():
         return difference(parallel(**inputs).logits, model(**inputs).logits)
@@ -205,7 +205,7 @@ HEADER = ("case", "float64", "float32", "capture s", "passes s", "nodes", *KINDS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which variants, on which meshes."""
+    """Add the options of this suite."""
     parser.add_argument("--variant", action="append", choices=tuple(SIZES), help="only this one; may be given again")
     parser.add_argument("--all", action="store_true", help="every model type of transformers, on dp=2,tp=2 alone")
     parser.add_argument("--mesh", action="append", choices=tuple(MESHES), help="only this one; may be given again")
@@ -216,7 +216,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run the cases; print a row for each, where the time of compiling went, and the counts."""
+    """Run the cases; print a row for each, the compile time by pass, and the counts."""
     quiet()
     if options.all:
         results = _all_types(options)
@@ -238,7 +238,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _all_types(options: argparse.Namespace) -> list[Result]:
-    """The results of every type, written as they come; those of an earlier run are not run again if it is resumed."""
+    """The results of all types, written after each type; a resumed run does not repeat types that have a result."""
     known = read_json(options.json) if options.resume else []
     cases = [name for name in chosen(small.types(), options) if name not in {result.name for result in known}]
 
@@ -249,7 +249,7 @@ def _all_types(options: argparse.Namespace) -> list[Result]:
 
 
 def _shares(results: Sequence[Result]) -> str:
-    """How many types are right of those that can be built small, why others cannot, and how many decoders ran."""
+    """The share of right types among those built small, the reasons of others, and the number of decoders that ran."""
     apart = Counter(result.facts["reason"] for result in results if result.outcome == "apart")
     num_built = len(results) - apart.total()
     right = sum(result.outcome == "right" for result in results)
@@ -264,7 +264,7 @@ def _shares(results: Sequence[Result]) -> str:
 
 
 def quiet() -> None:
-    """What transformers says of small configs, and torch of ops that it cannot trace, is no news."""
+    """Silence warnings of transformers about small configs, and of torch about ops that it cannot trace."""
     transformers.logging.set_verbosity_error()
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 

@@ -27,7 +27,7 @@ INNER = ("intermediate_size", "ffn_dim", "d_ff", "n_inner", "ffn_size", "mlp_dim
 IMAGES = ("image_size", "feature_sizes")
 EXPERTS = ("num_experts", "routed_experts", "local_experts", "expert_num")
 Limits = dict[tuple[str, ...], int]
-ONLY_DEPTH: Limits = {("vocab_size",): VOCAB, DEPTHS: 2, ("source_positions",): 32}  # by how the name of a field ends
+ONLY_DEPTH: Limits = {("vocab_size",): VOCAB, DEPTHS: 2, ("source_positions",): 32}  # by the endings of field names
 LIMITS: Limits = ONLY_DEPTH | {
     ("kv_heads", "key_value_heads", "per_tok", "topk", "moe_k", "n_group", "topk_group"): 2,
     HEADS + EXPERTS: 4,
@@ -39,18 +39,18 @@ LIMITS: Limits = ONLY_DEPTH | {
     ("groups", "image_embedding_size"): 4,
     ("context_length",): 64,
 }
-WIDE: Limits = ONLY_DEPTH | {HEADS: 2, EXPERTS: 4, WIDTHS + INNER: 128}  # for heads of 64, which some models fix
+WIDE: Limits = ONLY_DEPTH | {HEADS: 2, EXPERTS: 4, WIDTHS + INNER: 128}  # for models with a fixed head size of 64
 
 
 def types() -> list[str]:
-    """The model types of which transformers makes models by themselves."""
+    """The model types of transformers that have a config of their own."""
     return list(CONFIG_MAPPING_NAMES)
 
 
 class CannotBuildError(Exception):
-    """Transformers makes no small model of a type here; the message says why, ``reason`` in a few words.
+    """Transformers cannot build a small model of a type here; the message says why, ``reason`` in a few words.
 
-    The error is that of the type's default config, the last to be tried.
+    The message is that of the last config that was tried, in most cases the default config of the type.
     """
 
     def __init__(self, reason: str, text: str) -> None:
@@ -59,7 +59,7 @@ class CannotBuildError(Exception):
 
 
 def build(model_type: str) -> tuple[nn.Module, Inputs]:
-    """The smallest model of a type whose forward runs, with inputs. Raises a CannotBuildError."""
+    """A small model of a type, from the first config whose forward runs, with inputs. May raise a CannotBuildError."""
     try:
         ways = list(_configs(model_type))
     except Exception as error:
@@ -67,7 +67,7 @@ def build(model_type: str) -> tuple[nn.Module, Inputs]:
     for number, make in enumerate(ways, 1):
         try:
             return _run(make())
-        except Exception as error:  # of transformers, on settings that may not fit each other
+        except Exception as error:  # of transformers, for settings that do not fit each other
             is_final = isinstance(error, ImportError) or _is_part(error)
             if is_final or number == len(ways):
                 raise _cannot(error) from error
@@ -75,7 +75,7 @@ def build(model_type: str) -> tuple[nn.Module, Inputs]:
 
 
 def decoder(model: nn.Module, inputs: Inputs) -> tuple[nn.Module, Inputs] | None:
-    """The causal language model of a model's config, with inputs without labels; None if its type has none."""
+    """The causal language model of a model's config and its inputs without labels; None if the type has none."""
     config: Any = copy.deepcopy(model.config)
     cls: Any = model_classes(config).get("CAUSAL_LM")
     if cls is None:
@@ -105,7 +105,7 @@ def _is_part(error: Exception) -> bool:
 
 
 def _run(config: Any) -> tuple[nn.Module, Inputs]:
-    """The first kind of model of a config whose forward runs, with inputs."""
+    """A model of the first class of a config whose forward runs, with inputs."""
     complete(config)
     first: Exception = CannotBuildError("part", "it is a part of another type's model")
     for number, cls in enumerate(model_classes(config).values()):
@@ -127,7 +127,7 @@ def _run(config: Any) -> tuple[nn.Module, Inputs]:
 
 
 def _configs(model_type: str) -> Iterator[Callable[[], Any]]:
-    """Configs to try: with every size limited, then with all in proportion, of smaller images too, then with less."""
+    """Configs to try: all sizes limited, heads and widths scaled, wide heads, only depth limited, then the default."""
     cls = CONFIG_MAPPING[model_type]
     fields = cls().to_dict()
     few = _limited(fields, ONLY_DEPTH)
@@ -140,12 +140,12 @@ def _configs(model_type: str) -> Iterator[Callable[[], Any]]:
 
 
 def _limited(fields: dict[str, Any], limits: Limits) -> dict[str, Any]:
-    """The fields of a config with sizes limited, its parts' too, and lists of layers as long as their number."""
+    """The fields of a config and its parts with limited sizes; lists by layer are cut to the limited depth."""
     result: dict[str, Any] = {}
     depths = {value for name, value in fields.items() if _is_size(value) and name.endswith(DEPTHS) and value > 2}
     for name, value in fields.items():
         if name in ("out_features", "out_indices", "stage_names", "_out_features", "_out_indices"):
-            continue  # they follow from the number of layers
+            continue  # these follow from the number of layers
         result[name] = _limited_value(name, value, depths, limits)
     heads = fields.get("num_attention_heads")
     if heads is not None and heads == fields.get("num_key_value_heads"):
@@ -160,7 +160,7 @@ def _limited_value(name: str, value: Any, depths: set[int], limits: Limits) -> A
         return {i: each for i, each in value.items() if int(i) < 2} if per_layer else _limited(value, limits)
     if _is_size(value):
         if name.endswith(("token_id", "token_index")):
-            return value if value < VOCAB else VOCAB - 1 - sum(map(ord, name)) % 60  # another one for another name
+            return value if value < VOCAB else VOCAB - 1 - sum(map(ord, name)) % 60  # different names get different ids
         return min(value, limit or value)
     if isinstance(value, list) and len(value) in depths:
         is_kind = all(isinstance(each, str) for each in value)
@@ -171,7 +171,7 @@ def _limited_value(name: str, value: Any, depths: set[int], limits: Limits) -> A
 
 
 def _scaled(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a config with fewer heads, narrower ones, and all other widths narrower by as much."""
+    """The fields of a config with fewer and narrower heads, and all other widths divided by the same factor."""
     heads = _divisor([4, 2], _sizes(fields, HEADS))
     per_head = _divisor([8, 4, 2], _sizes(fields, PER_HEAD))
     return _divided(fields, {HEADS: heads, PER_HEAD: per_head, WIDTHS + INNER: heads * per_head})
@@ -182,7 +182,7 @@ def _divisor(choices: list[int], sizes: list[int]) -> int:
 
 
 def _sizes(fields: Any, ends: tuple[str, ...]) -> list[int]:
-    """Every size of a config and its parts whose name ends so."""
+    """All sizes of a config and its parts whose names have these endings."""
     found: list[int] = []
     for name, value in fields.items():
         if isinstance(value, dict):

@@ -46,7 +46,7 @@ def test_any_type_of_transformers_is_a_case():
 
 
 class Noisy(torch.nn.Module):
-    """Adds noise, in evaluation too."""
+    """Adds noise, also in evaluation."""
 
     def forward(self, x):
         return x + torch.rand(x.shape)
