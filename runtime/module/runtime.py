@@ -84,6 +84,7 @@ class ModuleRuntime:
         self.variants: OrderedDict[tuple[Signature, *Key], Variants] = OrderedDict()
         self._latest: Variants | None = None
         self._sizes: OrderedDict[Key, CallSizes] = OrderedDict()  # by signature without sizes
+        self._warned: set[str] = set()  # what warnings of many signatures said
         self.mesh = conversion.comm.mesh  # ``parallel_module`` sets it to the user's mesh, with the axis of stages
         self._latest_states: dict[str, LatestState] = {}  # by the path of the called module, "" for the model
         self._is_compiled = self._returns_whole = self.is_capturing = False
@@ -229,7 +230,7 @@ class ModuleRuntime:
         with self._telling():
             if self.outer is not None and model is self.model and not self._returns_whole:  # a group generates alone
                 args, kwargs = self.outer.groups.part_of_call(model, args, kwargs)
-            latest = self._latest_states.setdefault(getattr(model, "path", ""), LatestState())
+            latest = self._latest_states.setdefault(getattr(model, "path", ""), LatestState(has_classes=True))
             state, tensors = latest.read(model)
             self.conversion.check(tensors)
             leaves, tree = call_leaves(model.forward, args, kwargs)
@@ -361,8 +362,11 @@ class ModuleRuntime:
         *_, one, other = signatures
         differences = changing_sizes(signatures) or ["the last two differ in " + ", ".join(one.differences(other)[:4])]
         what = f"it was compiled for more than {MAX_PROGRAMS} signatures: {', '.join(differences[:4])}"
+        if what in self._warned or 0 not in self.conversion.comm.positions:
+            return
+        self._warned.add(what)
         problem = "the oldest is forgotten, and compiled again when it comes back"
-        remedy = "give it inputs of fewer shapes, or pad them"
+        remedy = "give it inputs of fewer shapes, or pad them; hold what changes from call to call in a buffer"
         warnings.warn(error_text(f"a {type(self.model).__name__}", what, problem, remedy), stacklevel=6)
 
     def _fixed(self, request: CallRequest) -> tuple[Pin, ...]:
@@ -371,6 +375,10 @@ class ModuleRuntime:
         arguments = {("input", name): self.conversion.sharding(each, f"input {name!r}") for name, each in tensors}
         parameters, buffers, _ = state_names(self.model)
         present: dict[str, Mapping[str, Tensor]] = {"parameter": parameters, "buffer": buffers, "input": dict(tensors)}
+        for (kind, name), sharding in list(self._shardings.items()):
+            tensor = present[kind].get(name)
+            if sharding is not None and tensor is not None and tensor.ndim != len(sharding.dims):
+                del self._shardings[kind, name]  # that of a buffer which the user has replaced
         return tuple(
             Pin(name, kind, sharding, frozenset(), f"{kind} {name!r} has this sharding already")
             for (kind, name), sharding in {**self._shardings, **self._computed_shardings, **arguments}.items()

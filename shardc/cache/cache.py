@@ -21,7 +21,7 @@ from shardc.language.errors import OptionError, error_text
 from shardc.program.program import Program
 from shardc.program.user_rules import has_user_rules
 
-CHECKSUM = 32  # bytes of a SHA-256, in front of the data
+CHECKSUM = 32  # bytes of a SHA-256 of the key and the data, in front of the data
 SIZE = 8  # bytes that hold the size of the first part
 Passed = tuple[Program, Callable[[], Program]]  # the program that ranks run, and the one before the last pass
 
@@ -82,13 +82,13 @@ class Cache:
         return self.folder / f"{key}.shardc"
 
     def _read(self, key: str) -> bytes:
-        """The content of a key's file; empty if there is none, or if it is damaged."""
+        """The content of a key's file; empty if there is none, or if it is damaged or another key's."""
         try:
             data = self._path(key).read_bytes()
         except OSError:
             return b""
         text = data[CHECKSUM:]
-        return text if hashlib.sha256(text).digest() == data[:CHECKSUM] else b""
+        return text if _checksum(key, text) == data[:CHECKSUM] else b""
 
     def _loaded(self, text: bytes) -> Passed | None:
         """The programs in the content of a file; None if it is empty or holds anything else."""
@@ -109,11 +109,15 @@ class Cache:
             return
         try:
             path = self.folder / f"{key}.{os.getpid()}.{time.monotonic_ns()}"
-            path.write_bytes(hashlib.sha256(text).digest() + text)
+            path.write_bytes(_checksum(key, text) + text)
             path.replace(self._path(key))
         except OSError as error:
             who, problem = f"cache={str(self.folder)!r}", str(error)
             warnings.warn(error_text(who, "a file cannot be written", problem, "make room for it"), stacklevel=2)
+
+
+def _checksum(key: str, text: bytes) -> bytes:
+    return hashlib.sha256(key.encode() + text).digest()
 
 
 def _text(passed: Passed) -> bytes:

@@ -95,7 +95,7 @@ def call_signature(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], train: bool, state: State | None = None
 ) -> Signature:
     """The signature of a call of ``model``. ``state``: the model's, if it is known already."""
-    state = model_state(model) if state is None else state
+    state = model_state(model, has_classes=True) if state is None else state
     return signature_of(*call_leaves(model.forward, args, kwargs), train, state)
 
 

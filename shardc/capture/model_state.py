@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections import ChainMap, OrderedDict
+from collections.abc import Hashable, Iterator, Mapping
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardc.capture.model import state_names, tensors_of
-from shardc.capture.signature import BY_IDENTITY, MAX_DEPTH, MAX_ENTRIES, State, entries_of, fingerprint
+from shardc.capture.signature import BY_IDENTITY, MAX_DEPTH, MAX_ENTRIES, Identity, State, entries_of, fingerprint
 
 ModelTensors = Mapping[tuple[str, str], Tensor]  # parameters and buffers, by kind and name
 CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None), type)
@@ -27,13 +27,13 @@ def _own_attributes(module: nn.Module) -> Mapping[str, Any]:
     return {**attributes, "forward": forward.own} if hasattr(forward, "own") else attributes
 
 
-def model_state(model: nn.Module) -> State:
+def model_state(model: nn.Module, has_classes: bool = False) -> State:
     """Everything in a model that forward may read, except the values of tensors, by name.
 
     It is the shape of parameters and buffers, ``requires_grad`` of parameters, the names that are tied, and for every
-    module its type and attributes, ``training`` and hooks included.
+    module its type and attributes, ``training`` and hooks included. ``has_classes`` adds the attributes of its class.
     """
-    memo: dict[int, Hashable] = {}
+    memo: dict[int, Hashable] = {id(module): Identity(module) for module in model.modules()}
     parameters, buffers, aliases = state_names(model)
     state: list[tuple[str, Hashable]] = [
         (f"requires_grad of {name}", parameter.requires_grad) for name, parameter in parameters.items()
@@ -51,13 +51,32 @@ def model_state(model: nn.Module) -> State:
             if value is not None and name not in APART and not (type(value) in CONTAINERS and not value)
         )
         state.append((f"module {path!r}", (type(module), attributes)))
+    for kind in _classes(model) if has_classes else ():
+        attributes = tuple((name, fingerprint(value, memo)) for name, value in _class_attributes(kind).items())
+        state.append((f"class {kind.__qualname__!r}", (kind, attributes)))
     return tuple(state)
 
 
-class LatestState:
-    """The state and the tensors of a model, read again if a module has changed since the last reading."""
+def _classes(model: nn.Module) -> Iterator[type]:
+    """The classes of the modules and those that they inherit from, without torch's own."""
+    kinds = dict.fromkeys(type(module) for module in model.modules())
+    every = dict.fromkeys(chain.from_iterable(kind.__mro__ for kind in kinds))
+    return (kind for kind in every if kind is not object and not kind.__module__.startswith("torch."))
 
-    def __init__(self) -> None:
+
+def _class_attributes(kind: type) -> dict[str, Any]:
+    """The attributes of a class, methods included; without what Python itself adds."""
+    return {name: value for name, value in vars(kind).items() if not name.startswith("__")}
+
+
+class LatestState:
+    """The state and the tensors of a model, read again if a module has changed since the last reading.
+
+    ``has_classes``: whether attributes of the modules' classes count.
+    """
+
+    def __init__(self, has_classes: bool = False) -> None:
+        self.has_classes = has_classes
         self._snapshot: _Snapshot | None = None
         self._state: State = ()
         self._tensors: ModelTensors = {}
@@ -66,9 +85,9 @@ class LatestState:
     def read(self, model: nn.Module) -> tuple[State, ModelTensors]:
         """The model's state, the same object while nothing changes; its parameters and buffers by kind and name."""
         if not self.is_same():
-            self._state, self._tensors = model_state(model), dict(tensors_of(model))
+            self._state, self._tensors = model_state(model, self.has_classes), dict(tensors_of(model))
             self.is_training = any(module.training for module in model.modules())
-            self._snapshot = _Snapshot(model)
+            self._snapshot = _Snapshot(model, self.has_classes)
         return self._state, self._tensors
 
     def is_same(self) -> bool:
@@ -79,19 +98,25 @@ class LatestState:
 class _Snapshot:
     """Everything that ``model_state`` depends on. Comparing it by identity takes a tenth of the time of reading it."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, has_classes: bool) -> None:
         modules = list(model.modules())
         self._types = [(module, type(module)) for module in modules]
         self._tables = _Tables()
         for module in modules:
             for table in (vars(module), module._parameters, module._buffers, module._modules):
                 self._tables.add(table)
+        classes = list(_classes(model)) if has_classes else []
+        for kind in classes:
+            self._tables.add(vars(kind))
         tensors = chain.from_iterable((*module._parameters.values(), *module._buffers.values()) for module in modules)
         self._tensors = [(x, x.requires_grad, x.shape) for x in tensors if x is not None]
-        attributes = chain.from_iterable(_own_attributes(module).items() for module in modules)
+        owners = (*map(_own_attributes, modules), *map(_class_attributes, classes))
+        attributes = chain.from_iterable(each.items() for each in owners)
         others = {id(x): x for name, x in attributes if name not in APART and not isinstance(x, CONSTANTS)}
         self._empty = [x for x in others.values() if type(x) in CONTAINERS and not x]
-        self._contents = [_Contents(x) for x in others.values() if not (type(x) in CONTAINERS and not x)]
+        known: dict[int, Hashable] = {id(module): Identity(module) for module in modules}
+        full = (x for x in others.values() if not (type(x) in CONTAINERS and not x))
+        self._contents = [_Contents(x, known) for x in full if id(x) not in known]
 
     def is_same(self) -> bool:
         """Whether the model is unchanged, or a program cannot tell the objects that it holds from those before."""
@@ -108,10 +133,10 @@ class _Tables:
     """Dicts and lists, each with a copy of its entries."""
 
     def __init__(self) -> None:
-        self._dicts: list[tuple[dict[Any, Any], list[Any], list[Any]]] = []
+        self._dicts: list[tuple[Mapping[Any, Any], list[Any], list[Any]]] = []
         self._lists: list[tuple[list[Any], list[Any]]] = []
 
-    def add(self, table: dict[Any, Any] | list[Any]) -> None:
+    def add(self, table: Mapping[Any, Any] | list[Any]) -> None:
         """Add a dict or a list, with a copy of its entries."""
         if isinstance(table, list):
             self._lists.append((table, list(table)))
@@ -129,18 +154,21 @@ class _Tables:
 class _Contents:
     """The value of an attribute with everything in it that may be changed in place.
 
-    ``_tables``: the dicts, lists and plain objects in it; ``_leaves``: other values whose fingerprint may change, each
-    with its fingerprint.
+    ``_modules``: the fingerprints of the model's modules, which are compared apart. ``_tables``: the dicts, lists and
+    plain objects in it; ``_leaves``: other values whose fingerprint may change, each with its fingerprint.
     """
 
-    def __init__(self, value: Any) -> None:
-        self._value, self._fingerprint = value, fingerprint(value)
+    def __init__(self, value: Any, modules: dict[int, Hashable]) -> None:
+        self._value, self._modules = value, modules
+        self._fingerprint = self._current()
         self._tables, self._leaves = _Tables(), list[tuple[Any, Hashable]]()
         self._add(value, set(), 0)
 
+    def _current(self) -> Hashable:
+        return fingerprint(self._value, ChainMap({}, self._modules))
+
     def _add(self, value: Any, seen: set[int], depth: int) -> None:
-        is_fixed = isinstance(value, (*CONSTANTS, *BY_IDENTITY)) or (isinstance(value, Tensor) and value.ndim)
-        if is_fixed or id(value) in seen:
+        if isinstance(value, (*CONSTANTS, *BY_IDENTITY)) or id(value) in seen or id(value) in self._modules:
             return
         seen.add(id(value))
         entries = entries_of(value)
@@ -155,4 +183,4 @@ class _Contents:
     def is_same(self) -> bool:
         """Whether the value still has the same contents, by identity; if not, whether its fingerprint is the same."""
         is_same = self._tables.are_same() and all(fingerprint(x) == before for x, before in self._leaves)
-        return is_same or fingerprint(self._value) == self._fingerprint
+        return is_same or self._current() == self._fingerprint

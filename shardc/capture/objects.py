@@ -11,6 +11,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+from torch import nn
 
 from shardc.capture.containers import MAX_DEPTH, Named, Tree, flatten, is_mutable_container, rebuild, update
 from shardc.capture.signature import BY_IDENTITY, Constant, Leaf, TensorLeaf, attributes_of, leaf_of
@@ -109,7 +110,7 @@ def is_object(value: Any) -> bool:
     """Whether a model may change a value: a list, a dict, or a plain object, but no tensor, function or module."""
     if is_mutable_container(value):
         return True
-    if isinstance(value, (torch.Tensor, tuple, dict, Enum, partial, *BY_IDENTITY, MethodType)):
+    if isinstance(value, (torch.Tensor, tuple, dict, Enum, partial, nn.Module, *BY_IDENTITY, MethodType)):
         return False
     return hasattr(value, "__dict__") or bool(attributes_of(value))
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from shardc.language.sharding import TensorType
 from shardc.language.size import number_of
@@ -49,8 +49,22 @@ class Signature:
         names = [name for name in {**one, **two} if one.get(name) != two.get(name)]
         texts = [f"input {name!r} ({one.get(name, 'not given')}, {two.get(name, 'not given')})" for name in names]
         state, other_state = dict(self.state), dict(other.state)
-        texts += [name for name in {**state, **other_state} if state.get(name) != other_state.get(name)]
+        names = [name for name in {**state, **other_state} if state.get(name) != other_state.get(name)]
+        texts += [_changed(name, state.get(name), other_state.get(name)) for name in names]
         return texts or ["gradients on or off, the default dtype, or autocast"]
+
+
+def _changed(name: str, one: Hashable, other: Hashable) -> str:
+    """The name of an entry of a state; for that of a module or a class, with the attributes that differ."""
+    match one, other:
+        case (kind, tuple(before)), (other_kind, tuple(after)) if kind is other_kind:
+            mine, theirs = dict(before), dict(after)
+            changed = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
+            return f"{', '.join(changed[:4])} of {'the model' if name == THE_MODEL else name}"
+    return name
+
+
+THE_MODEL = "module ''"  # the name of its own entry
 
 
 def changing_sizes(signatures: Sequence[Signature]) -> list[str]:
@@ -135,8 +149,9 @@ def signature_of(leaves: Sequence[tuple[str, Any]], tree: Hashable, train: bool,
 
 State = tuple[tuple[str, Hashable], ...]
 
-MAX_DEPTH, MAX_ENTRIES = 6, 256
-BY_IDENTITY = (type, FunctionType, BuiltinFunctionType, ModuleType, nn.Module)
+MAX_DEPTH, MAX_ENTRIES = 10, 10_000
+BY_IDENTITY = (type, FunctionType, BuiltinFunctionType, ModuleType)
+READ_VALUES = WeakIdKeyDictionary()  # tensors whose values were read during a capture, each with its version then
 READ_OTHERWISE = (torch.Tensor, bytearray, array, Mapping, deque, set, frozenset, partial, MethodType)
 
 
@@ -158,13 +173,13 @@ class Identity:
         return repr(self.value)
 
 
-def fingerprint(value: Any, memo: dict[int, Hashable] | None = None, depth: int = 0) -> Hashable:
+def fingerprint(value: Any, memo: MutableMapping[int, Hashable] | None = None, depth: int = 0) -> Hashable:
     """A hashable value that is equal for two objects which a model cannot tell apart.
 
-    It is the type and value of a number or string; the contents of a container, array or plain object; the identity of
-    a function, of a module, and of everything too large or too deep. For a tensor it is the identity; for a 0-dim
-    tensor, whose number a program may hold, also the version. ``memo``: the fingerprints of objects so far, by their
-    id.
+    It is the type and value of a number or string; the contents of a container, array, module or plain object; the
+    identity of a function, and of everything too large or too deep. For a tensor it is the identity and the shape; for
+    one whose values a program may hold, also its number or version. ``memo``: the fingerprints of objects so far, by
+    their id.
     """
     if isinstance(value, float):
         return float, repr(value)  # a nan is itself, -0.0 is not 0.0
@@ -177,9 +192,9 @@ def fingerprint(value: Any, memo: dict[int, Hashable] | None = None, depth: int 
     return memo[id(value)]
 
 
-def _contents_fingerprint(value: Any, memo: dict[int, Hashable], depth: int) -> Hashable:
+def _contents_fingerprint(value: Any, memo: MutableMapping[int, Hashable], depth: int) -> Hashable:
     if isinstance(value, torch.Tensor):
-        return Identity(value), value._version if value.ndim == 0 and not value.is_inference() else 0
+        return Identity(value), tuple(value.shape), _values_fingerprint(value)
     if isinstance(value, (bytearray, array)):
         return type(value), bytes(value)
     if _is_numpy(value):
@@ -188,6 +203,15 @@ def _contents_fingerprint(value: Any, memo: dict[int, Hashable], depth: int) -> 
     if contents is not None and len(contents) <= MAX_ENTRIES and depth < MAX_DEPTH:
         return type(value), tuple((key, fingerprint(entry, memo, depth + 1)) for key, entry in contents.items())
     return (type(value), value) if _is_value(value) else Identity(value)
+
+
+def _values_fingerprint(x: torch.Tensor) -> Hashable:
+    """The number of a 0-dim tensor on the host; else how often a tensor was written since a capture read its values."""
+    if x.ndim == 0 and x.device.type == "cpu" and type(x) in (torch.Tensor, torch.nn.Parameter):
+        return fingerprint(x.item())
+    if x.is_inference():
+        return 0
+    return x._version if x.ndim == 0 else x._version - READ_VALUES.get(x, x._version)
 
 
 def _is_numpy(value: Any) -> bool:

@@ -135,6 +135,15 @@ def test_a_damaged_file_is_written_again(tmp_path: Path, passes: list[str]) -> N
     assert not passes
 
 
+def test_a_file_under_the_name_of_another_key_is_not_read(tmp_path: Path, passes: list[str]) -> None:
+    expected = trained(tmp_path)
+    one, other = tmp_path.iterdir()
+    one.write_bytes(other.read_bytes())
+    passes.clear()
+    assert trained(tmp_path)[0] == expected[0]
+    assert len(passes) == 1
+
+
 class Filling(nn.Module):
     """Makes a tensor of numbers."""
 
@@ -191,7 +200,7 @@ def test_a_file_of_something_else_is_said_and_written_again(tmp_path: Path, pass
     expected = trained(tmp_path)
     for path in tmp_path.iterdir():
         text = (10).to_bytes(8, "big") + b"0123456789 and more"
-        path.write_bytes(hashlib.sha256(text).digest() + text)
+        path.write_bytes(hashlib.sha256(path.stem.encode() + text).digest() + text)
     passes.clear()
     with pytest.warns(UserWarning, match="cannot be read"):
         assert trained(tmp_path)[0] == expected[0]

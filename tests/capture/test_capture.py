@@ -932,6 +932,25 @@ def test_a_number_that_forward_counts_is_warned_of():
         capture(Counter(), (torch.randn(3),), {})
 
 
+class Keeps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss, self.seen, self.cache = 0.0, [], {}
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.loss = x.square().mean()
+        self.seen.append(x.shape)
+        self.cache["x"] = x
+        return x * 2
+
+
+def test_what_forward_leaves_in_attributes_is_warned_of():
+    with pytest.warns(UserWarning, match="forward of Keeps: it changes loss, seen, cache\n.*\n.*return what is read"):
+        capture(Keeps(), (torch.randn(3),), {})
+
+
 def test_an_input_that_forward_lets_require_grad_is_no_parameter():
     class Requires(nn.Module):
         def __init__(self) -> None:

@@ -71,10 +71,14 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "equal objects in place of others": (lambda: {"c": SimpleNamespace(a=1000)}, lambda x: x.update(c=_again())),
     "a number by an equal one": (lambda: SimpleNamespace(a=12345.5), lambda x: setattr(x, "a", float("12345.5"))),
     "a number by one of another type": (lambda: SimpleNamespace(a=1), lambda x: setattr(x, "a", True)),
-    "a long list": (lambda: list(range(300)), lambda x: x.append(1)),
-    "a long list that becomes short": (lambda: {"l": list(range(300))}, lambda x: x["l"].clear()),
+    "a tensor's size": (lambda: {"t": torch.ones(2)}, lambda x: x["t"].resize_(3)),
+    "a list of 3,000": (lambda: list(range(3000)), lambda x: x.append(1)),
+    "a very long list": (lambda: list(range(20_000)), lambda x: x.append(1)),
+    "a very long list that becomes short": (lambda: {"l": list(range(20_000))}, lambda x: x["l"].clear()),
+    "a module that is no child": (lambda: [nn.Dropout(0.5)], lambda x: x[0].eval()),
+    "a child of such a module": (lambda: [nn.Sequential(nn.Dropout(0.5))], lambda x: setattr(x[0][0], "p", 0.25)),
     "something very deep": (lambda: _nested(3), lambda x: x["inner"]["inner"]["inner"]["inner"].append(2)),
-    "something too deep to be seen": (lambda: _nested(9), lambda x: _innermost(x).append(2)),
+    "something too deep to be seen": (lambda: _nested(12), lambda x: _innermost(x).append(2)),
     "nothing": (lambda: {"a": [1, Options()]}, lambda x: None),
 }
 
@@ -116,5 +120,5 @@ def test_most_of_these_changes_are_seen() -> None:
         return model_state(model) != before
 
     unseen = {name for name, each in CHANGES.items() if not is_seen(*each)}
-    expected = {"a tensor", "a long list", "something too deep to be seen", "nothing"}
+    expected = {"a tensor", "a very long list", "something too deep to be seen", "nothing"}
     assert unseen == expected | {"equal objects in place of others", "a number by an equal one"}

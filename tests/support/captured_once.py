@@ -77,5 +77,5 @@ def _key(model: nn.Module, request: Request) -> Hashable:
     passed = {name: value for name, value in leaves if isinstance(value, torch.Tensor)}
     tensors = {**parameters, **buffers, **passed}
     types: Any = tuple((name, each.dtype, each.device) for name, each in tensors.items())
-    signature = signature_of(leaves, tree, request.train, model_state(model))
+    signature = signature_of(leaves, tree, request.train, model_state(model, has_classes=True))
     return signature, types, request.differentiable, request.options.precision

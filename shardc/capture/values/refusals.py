@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 import pickle
 import random
@@ -30,6 +31,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardc.capture.model import override_attribute
+from shardc.capture.signature import READ_VALUES
 from shardc.capture.values.symbols import Sizes, value_at
 from shardc.capture.values.unknown import UnknownNumber, UnknownValueError, passing_check
 from shardc.language.errors import CaptureError, error_line, error_text
@@ -85,12 +87,21 @@ class Refusals(TorchFunctionMode):
                 return read
             if func is Tensor.__format__ and self.is_user_read and not args[0].ndim:
                 return self._formatted(*args)
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if func in _READS:
+                self._note_reading(args)
+            return result
         except DataDependentOutputException:
             frame = users_frame(sys._getframe()) if self.is_user_read and before is None else None
             return self._unknown(func, args[0], frame, _caller(sys._getframe(), is_direct=True))
         finally:
             self.is_user_read = before
+
+    def _note_reading(self, args: Any) -> None:
+        """Note that the program depends on the values of the model's own tensors from which ``args`` are computed."""
+        for x in (each for each in args if isinstance(each, Tensor)):
+            for tensor in constants_behind(x):
+                READ_VALUES.setdefault(tensor, 0 if tensor.is_inference() else tensor._version)
 
     def _whole_numbers(self, func: Any, args: Any) -> Any:
         """The result of a function that reads or compares whole numbers; None for any other."""
@@ -249,25 +260,23 @@ _REFUSED: dict[Any, tuple[str, str]] = {
 def python_effects(model: nn.Module) -> Iterator[None]:
     """Find effects of the block on Python's state, which no step will repeat.
 
-    Numbers drawn by ``random`` or NumPy raise a CaptureError: every step would see the same ones. Changed numbers and
-    strings of modules give a warning.
+    Numbers drawn by ``random`` or NumPy raise a CaptureError: every step would see the same ones. Attributes of modules
+    that have other values, and dicts and lists in them that have other contents, give a warning.
     """
     who = f"forward of {type(model).__name__}"
-    states, numbers = random_states(), _numbers(model)
+    states, attributes = random_states(), _attributes(model)
     yield
     states_after = random_states()
     for name, before in states.items():
         if states_after[name] != before:
             problem = f"it draws from {name}: what was drawn during capture would be drawn in every step"
             raise CaptureError(who, problem, "draw with torch, or outside of the model and pass it as an argument")
-    changes = [name for name, value in _numbers(model).items() if numbers.get(name, value) != value]
+    changes = [name for name, after in _attributes(model).items() if not _is_same(attributes.get(name), after)]
     if changes:
-        what, problem = (
-            f"it changes {', '.join(changes[:4])}",
-            "that happens while it is captured, and in no step after",
-        )
-        text = error_text(who, what, problem, "hold what changes from step to step in a buffer")
-        warnings.warn(text, stacklevel=4)
+        what = f"it changes {', '.join(changes[:4])}{', …' * (len(changes) > 4)}"
+        problem = "that happens while it is captured, and in no step after"
+        remedy = "hold what changes from step to step in a buffer, and return what is read outside of forward"
+        warnings.warn(error_text(who, what, problem, remedy), stacklevel=4)
 
 
 @contextmanager
@@ -297,14 +306,32 @@ def set_random_states(states: Mapping[str, bytes]) -> None:
         sys.modules["numpy.random"].set_state(pickle.loads(states["numpy.random"]))
 
 
-def _numbers(model: nn.Module) -> dict[str, Any]:
-    """The flags, numbers and strings of all modules, by path."""
+def _attributes(model: nn.Module) -> dict[str, tuple[Any, list[Any]]]:
+    """The attributes of all modules by path, each with the contents of a dict or list; torch's own are left out."""
     return {
-        f"{path}.{name}" if path else name: value
+        f"{path}.{name}" if path else name: (value, _entries(value))
         for path, module in model.named_modules()
         for name, value in vars(module).items()
-        if isinstance(value, (bool, int, float, str))
+        if name not in _OF_TORCH and not any(f"{name}{suffix}" in module._parameters for suffix in _NORMED)
     }
+
+
+_OF_TORCH = {*vars(nn.Module()), "forward"}
+_NORMED = ("_g", "_v", "_orig")  # hooks of torch compute the attribute from these parameters before each forward
+
+
+def _entries(value: Any) -> list[Any]:
+    return [*value, *value.values()] if isinstance(value, dict) else value.copy() if isinstance(value, list) else []
+
+
+def _is_same(before: tuple[Any, list[Any]] | None, after: tuple[Any, list[Any]]) -> bool:
+    """Whether an attribute is as it was before; None for one that was not there, which cannot be read without error."""
+    if before is None:
+        return True
+    (old, entries_before), (new, entries) = before, after
+    if isinstance(new, (bool, int, float, str)) and type(old) is type(new):
+        return bool(old == new)
+    return old is new and len(entries_before) == len(entries) and all(map(operator.is_, entries_before, entries))
 
 
 def capture_error(error: Exception, model: nn.Module) -> CaptureError:
@@ -604,8 +631,22 @@ def node_of(x: Tensor) -> fx.Node | None:
     if not isinstance(x, FunctionalTensor):
         return None
     torch._sync(x)  # type: ignore[attr-defined]
-    tracked = _tracer().tensor_tracker.get(torch._from_functional_tensor(x.elem))
+    return _tracked(torch._from_functional_tensor(x.elem))
+
+
+def _tracked(x: Tensor) -> fx.Node | None:
+    tracked = _tracer().tensor_tracker.get(x)
     return None if tracked is None else tracked.proxy.node
+
+
+def constants_behind(x: Tensor) -> Iterator[Tensor]:
+    """The tensors of the model, no parameters or buffers, from which the values of a tensor are computed."""
+    if not isinstance(x, (FakeTensor, FunctionalTensor)):
+        yield x
+    elif get_proxy_mode() and (node := _tracked(x) if isinstance(x, FakeTensor) else node_of(x)) is not None:
+        for each in reached([node], lambda each: each.all_input_nodes):
+            if each.op == "get_attr":
+                yield getattr(_tracer().root, str(each.target))
 
 
 def known_number(node: fx.Node, root: nn.Module, sizes: Sizes | None = None) -> Any:
