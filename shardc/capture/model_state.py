@@ -69,6 +69,11 @@ def _class_attributes(kind: type) -> dict[str, Any]:
     return {name: value for name, value in vars(kind).items() if not name.startswith("__")}
 
 
+def _data_attributes(kind: type) -> dict[str, Any]:
+    """The attributes of a class without methods and properties, which cannot be changed in place."""
+    return {name: value for name, value in _class_attributes(kind).items() if not hasattr(type(value), "__get__")}
+
+
 class LatestState:
     """The state and the tensors of a model, read again if a module has changed since the last reading.
 
@@ -110,13 +115,14 @@ class _Snapshot:
             self._tables.add(vars(kind))
         tensors = chain.from_iterable((*module._parameters.values(), *module._buffers.values()) for module in modules)
         self._tensors = [(x, x.requires_grad, x.shape) for x in tensors if x is not None]
-        owners = (*map(_own_attributes, modules), *map(_class_attributes, classes))
+        owners = (*map(_own_attributes, modules), *map(_data_attributes, classes))
         attributes = chain.from_iterable(each.items() for each in owners)
         others = {id(x): x for name, x in attributes if name not in APART and not isinstance(x, CONSTANTS)}
         self._empty = [x for x in others.values() if type(x) in CONTAINERS and not x]
         known: dict[int, Hashable] = {id(module): Identity(module) for module in modules}
         full = (x for x in others.values() if not (type(x) in CONTAINERS and not x))
-        self._contents = [_Contents(x, known) for x in full if id(x) not in known]
+        contents = (_Contents(x, known) for x in full if id(x) not in known)
+        self._contents = [each for each in contents if each.may_change]
 
     def is_same(self) -> bool:
         """Whether the model is unchanged, or a program cannot tell the objects that it holds from those before."""
@@ -135,6 +141,9 @@ class _Tables:
     def __init__(self) -> None:
         self._dicts: list[tuple[Mapping[Any, Any], list[Any], list[Any]]] = []
         self._lists: list[tuple[list[Any], list[Any]]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._dicts or self._lists)
 
     def add(self, table: Mapping[Any, Any] | list[Any]) -> None:
         """Add a dict or a list, with a copy of its entries."""
@@ -163,6 +172,11 @@ class _Contents:
         self._fingerprint = self._current()
         self._tables, self._leaves = _Tables(), list[tuple[Any, Hashable]]()
         self._add(value, set(), 0)
+
+    @property
+    def may_change(self) -> bool:
+        """Whether anything in it may be changed in place."""
+        return bool(self._tables or self._leaves)
 
     def _current(self) -> Hashable:
         return fingerprint(self._value, ChainMap({}, self._modules))
