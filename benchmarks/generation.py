@@ -62,7 +62,7 @@ def main() -> None:
         name = "tp_plan" if is_job else "eager"
         same = "the tokens of one device" if torch.equal(first, expected) else "OTHER tokens than one device"
         print(f"{name} {1e3 * theirs:.1f} ms a token, shardc {1e3 * ours:.1f}, ratio {ours / theirs:.2f}; {same}, "
-              f"{len(parallel.shardc.variants)} programs")  # fmt: skip
+              f"{parallel.shardc.num_compiled} compiles")  # fmt: skip
     if is_job:
         dist.destroy_process_group()
 

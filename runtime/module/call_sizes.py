@@ -50,12 +50,13 @@ class CallSizes:
     """The compiled programs of calls that differ only in the sizes of tensors.
 
     State: ``alone``, the latest calls compiled for themselves; ``regions``; ``num_tried``, the number of regions
-    tried, in which a useless one counts twice.
+    tried, in which a useless one counts twice; ``num_compiled``, how often the model was compiled.
     """
 
     alone: list[Any] = field(default_factory=list)
     regions: list[Region] = field(default_factory=list)
     num_tried: int = 0
+    num_compiled: int = 0
 
     def compilation(
         self, request: CallRequest, fixed: tuple[Pin, ...], compile_call: Callable[[], Compilation]
@@ -78,6 +79,7 @@ class CallSizes:
 
     def _compile_alone(self, compile_call: Callable[[], Compilation]) -> None:
         self.alone = [*self.alone[-NUM_ALONE:], compile_call()]
+        self.num_compiled += 1
 
     def _try_region(self, request: CallRequest, fixed: tuple[Pin, ...]) -> Compilation | None:
         """The compilation of a call by a new region; None if there is no such region, or it is wrong."""
@@ -89,6 +91,7 @@ class CallSizes:
         self.num_tried += 2 if is_in_vain else 1
         if compiled is None:
             return None
+        self.num_compiled += 1
         region = Region(compiled)
         self.regions.append(region)
         self._confirm(region)

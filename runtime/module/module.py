@@ -76,8 +76,8 @@ class ParallelModule(nn.Module):
     def __repr__(self) -> str:
         runtime, model = self.shardc, type(self.shardc.model).__name__
         ranks = "ranks of a job" if is_on_ranks(self) else "virtual ranks"
-        count = len(runtime.variants)
-        calls = "not called yet" if count == 0 else f"{count} signature{'s' * (count != 1)} compiled"
+        count = runtime.num_compiled
+        calls = "not called yet" if count == 0 else f"compiled {count} time{'s' * (count != 1)}"
         return f"ParallelModule({model} on {runtime.mesh}, {ranks}, {calls})"
 
     def _repr_html_(self) -> str:

@@ -65,9 +65,10 @@ class ModuleRuntime:
     """The state and the work of a parallel module: a copy of the user's ``model``, and the programs of its calls.
 
     A call is compiled if its signature is new: shapes, dtypes, python values, ``requires_grad``, training flags,
-    gradients on or off, a module's flags, numbers and strings. It is compiled again if an op finds values that no
+    gradients on or off, attributes of modules and their classes. It is compiled again if an op finds values that no
     program of its signature was compiled for. ``seed`` and ``step`` key random ops; ``step`` counts calls in training
-    mode.
+    mode. ``num_compiled`` counts compilations; ``variants`` has an entry for each signature, also if several share a
+    program.
     """
 
     def __init__(self, model: nn.Module, conversion: Conversion, compile_fn: CompileFn,
@@ -88,7 +89,7 @@ class ModuleRuntime:
         self.mesh = conversion.comm.mesh  # ``parallel_module`` sets it to the user's mesh, with the axis of stages
         self._latest_states: dict[str, LatestState] = {}  # by the path of the called module, "" for the model
         self._is_compiled = self._returns_whole = self.is_capturing = False
-        self.seed, self.step = 0, 0
+        self.seed, self.step, self.num_compiled = 0, 0, 0
         copies = conversion.copies(model, initial, is_compiled_soon, values)
         self._awaited = copies.awaited  # tensors that get their values when they are placed
         self._values = dict(values or {}) if copies.awaited else {}  # of those; if empty, the first rank's
@@ -314,7 +315,9 @@ class ModuleRuntime:
                 )  # fmt: skip
                 sizes = self._sizes_of_calls_like(request)
                 with own_forwards(self.model), override_attribute(self, "is_capturing", True):
+                    count = sizes.num_compiled
                     compilation, is_of_region = sizes.compilation(request, fixed, compile_call)
+                    self.num_compiled += sizes.num_compiled - count
                 program = compilation.program
                 text = ProgramText(program, compilation.convention.constants)
                 runner = self._make_runner(program, self.conversion.comm)

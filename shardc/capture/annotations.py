@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardc.capture.call import call_leaves, names_of, optional_arguments
+from shardc.capture.call import call_leaves, named_arguments, names_of, optional_arguments
 from shardc.capture.containers import flatten, rebuild
 from shardc.capture.model import state_names
 from shardc.language.errors import ShardingError, did_you_mean, raise_all
@@ -90,6 +90,12 @@ def match(
         for pattern, spec in annotations.items()
         if named_by(pattern, names) or not _is_about(pattern, left_out)
     }
+    holders = {name.partition(".")[0] for name in names["input"]}
+    others = {name: value for name, value in named_arguments(model.forward, args, kwargs) if name not in holders}
+    for pattern in (each for each in kept if not named_by(each, names)):
+        for name in (each for each in others if _is_about(pattern, {each: each})):
+            what, problem = f"{name!r} of type {type(others[name]).__name__}", "there is no tensor in this argument"
+            raise ShardingError(f"annotation {pattern!r}", what, problem, "torch.as_tensor makes one of it")
     return match_names(kept, names, mesh)
 
 

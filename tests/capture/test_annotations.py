@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -130,6 +131,17 @@ def test_a_pattern_without_a_match_names_near_ones():
     )
     assert "did you mean batch.ids?" in error({"input:batch": P("dp")})
     assert "did you mean logits?" in error({"output:logit": P("dp")})
+
+
+def test_an_argument_without_a_tensor_is_named_with_its_type():
+    for value, kind in ((numpy.ones((4, 8), numpy.float32), "ndarray"), ([1.0, 2.0], "list"), (3, "int")):
+        with pytest.raises(ShardingError) as raised:
+            match({"input": P("dp")}, nn.Linear(8, 8), (value,), {}, MESH)
+        assert str(raised.value) == (
+            f"annotation 'input': 'input' of type {kind}\n"
+            "  there is no tensor in this argument\n"
+            "  torch.as_tensor makes one of it"
+        )
 
 
 def test_all_patterns_without_a_match_are_named_at_once():

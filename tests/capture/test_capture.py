@@ -946,6 +946,22 @@ class Keeps(nn.Module):
         return x * 2
 
 
+class Writes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = torch.zeros(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cache[:] = x
+        return x + self.cache
+
+
+def test_a_write_to_a_plain_tensor_is_refused():
+    with pytest.raises(CaptureError, match="a plain attribute(.|\n)*register_buffer") as raised:
+        capture(Writes(), (torch.randn(3),), {})
+    assert "self.cache[:] = x" in str(raised.value)
+
+
 def test_what_forward_leaves_in_attributes_is_warned_of():
     with pytest.warns(UserWarning, match="forward of Keeps: it changes loss, seen, cache\n.*\n.*return what is read"):
         capture(Keeps(), (torch.randn(3),), {})

@@ -364,6 +364,9 @@ def capture_error(error: Exception, model: nn.Module) -> CaptureError:
         remedy = (
             "run all that could be chosen and weigh the results (torch.where, a mask), or pass the number to the model"
         )
+    elif _WRITTEN in str(error):
+        problem = "it writes to a tensor that is a plain attribute or a global, which no step would repeat"
+        remedy = "hold it in a buffer: self.register_buffer(name, tensor, persistent=False)"
     elif any(text in str(error) for text in _NO_DATA):
         problem = "the values of a tensor are read, which are unknown during capture"
         remedy = (
@@ -375,6 +378,7 @@ def capture_error(error: Exception, model: nn.Module) -> CaptureError:
     return CaptureError(where, problem, remedy)
 
 
+_WRITTEN = "mutating a non-functional tensor with a functional tensor"
 _NO_DATA = ("its data is not allocated yet", "the data pointer on an invalid python storage")
 
 

@@ -228,3 +228,4 @@ def test_programs_for_regions_are_forgotten_without_a_word(recwarn: pytest.Warni
         parallel(batch(4, length))
     assert not [each for each in recwarn if "signatures" in str(each.message)]
     assert len(parallel.shardc.variants) <= 64 + 2
+    assert parallel.shardc.num_compiled == 3, "two lengths alone, and all of them together"

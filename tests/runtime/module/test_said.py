@@ -167,7 +167,7 @@ def test_modules_programs_and_their_parts_are_shown_in_a_few_lines() -> None:
     assert parallel._repr_html_().count("<pre>") == 1
     parallel(*batch(0))
     program = parallel.program
-    assert repr(parallel) == "ParallelModule(MLP on Mesh(dp=2, tp=2), virtual ranks, 1 signature compiled)"
+    assert repr(parallel) == "ParallelModule(MLP on Mesh(dp=2, tp=2), virtual ranks, compiled 1 time)"
     assert repr(program).startswith("Compiled(MLP on Mesh(dp=2, tp=2): 3 collectives, ")
     assert repr(program.shardings["x"]) == "<[_@dp, _] on Mesh(dp=2, tp=2)>"
     assert repr(program.collectives[0]).startswith("<all_reduce_tp: all_reduce over tp, forward, ")
