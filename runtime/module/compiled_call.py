@@ -103,6 +103,11 @@ class CompiledCall:
         own = alone_in_memory(list(gradients.values()))
         self._own_gradients = {i for i, node in gradients.items() if node in own}
 
+    @property
+    def draws(self) -> bool:
+        """Whether an op of the program draws random numbers."""
+        return bool(self._indices.random)
+
     def __call__(self, request: CallRequest, random_key: tuple[int, int]) -> Any:
         """Run a call, and return its result in the model's own containers.
 

@@ -90,6 +90,7 @@ class ModuleRuntime:
         self._latest_states: dict[str, LatestState] = {}  # by the path of the called module, "" for the model
         self._is_compiled = self._returns_whole = self.is_capturing = False
         self.seed, self.step, self.num_compiled = 0, 0, 0
+        self._torch_seed: int | None = torch.initial_seed()  # None once another was warned of
         copies = conversion.copies(model, initial, is_compiled_soon, values)
         self._awaited = copies.awaited  # tensors that get their values when they are placed
         self._values = dict(values or {}) if copies.awaited else {}  # of those; if empty, the first rank's
@@ -107,6 +108,8 @@ class ModuleRuntime:
             request = self._request(args, kwargs, Kind.FORWARD, model or self.model)
             random_key, parameters = (self.seed + self._group, self.step), request.parameters
             variants = self._compiled(request)
+            if request.is_training and variants.latest.draws:
+                self._warn_of_seed()
             if self.outer is not None:
                 self.outer.begin()
             self.step += request.is_training
@@ -360,6 +363,16 @@ class ModuleRuntime:
                 if not is_of_region:
                     self._warn_of_many([signature for signature, *_ in keys])
                 del self.variants[keys[0]]
+
+    def _warn_of_seed(self) -> None:
+        """Warn once, on the first rank, if torch was seeded after ``parallelize``, whose own seed was not given."""
+        if self._torch_seed is None or self.seed or torch.initial_seed() == self._torch_seed:
+            return
+        self._torch_seed = None
+        if 0 in self.conversion.comm.positions:
+            who, problem = f"a {type(self.model).__name__}", "its random numbers do not depend on it, but on seed=0"
+            text = error_text(who, "torch was seeded after parallelize", problem, "say parallelize(..., seed=)")
+            warnings.warn(text, stacklevel=5)
 
     def _warn_of_many(self, signatures: Sequence[Signature]) -> None:
         *_, one, other = signatures

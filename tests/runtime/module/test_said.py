@@ -130,15 +130,16 @@ def test_torch_compile_of_a_parallel_module_is_refused() -> None:
         compiled(*batch(0))
 
 
+class Drop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(x * self.weight, 0.5)
+
+
 def test_a_seed_is_given_and_does_not_depend_on_torchs() -> None:
-    class Drop(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(8))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return nn.functional.dropout(x * self.weight, 0.5)
-
     def drawn(seed: int, of_torch: int) -> torch.Tensor:
         parallel = shardc.parallelize(Drop(), Mesh(dp=2), DATA, seed=seed)
         torch.manual_seed(of_torch)
@@ -148,6 +149,23 @@ def test_a_seed_is_given_and_does_not_depend_on_torchs() -> None:
     assert torch.equal(drawn(1, 0), drawn(1, 7)) and not torch.equal(drawn(1, 0), drawn(2, 0))
     with pytest.raises(ShardingError, match="seed"):
         shardc.parallelize(Drop(), Mesh(dp=2), DATA, seed="1")  # type: ignore[arg-type]
+
+
+def test_a_seed_of_torch_after_parallelize_is_said_once(recwarn: pytest.WarningsRecorder) -> None:
+    def said(after: int, **options: Any) -> list[str]:
+        torch.manual_seed(10)
+        parallel = shardc.parallelize(Drop(), Mesh(dp=2), DATA, **options)
+        torch.manual_seed(after)
+        for _ in range(2):
+            parallel(torch.ones(64, 8))
+        return [str(each.message) for each in recwarn if "seeded" in str(each.message)]
+
+    assert said(10) == said(11, seed=1) == []
+    assert said(11) == [
+        "a Drop: torch was seeded after parallelize\n"
+        "  its random numbers do not depend on it, but on seed=0\n"
+        "  say parallelize(..., seed=)"
+    ]
 
 
 # The prompt.
