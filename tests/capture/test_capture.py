@@ -946,6 +946,12 @@ class Keeps(nn.Module):
         return x * 2
 
 
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
+def test_what_torchs_own_layers_leave_in_attributes_is_not_warned_of(layer, recwarn):
+    capture(layer(3, 4), (torch.randn(2, 3),), {})
+    assert not [each for each in recwarn if "it changes" in str(each.message)]
+
+
 class Writes(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -316,7 +316,7 @@ def _attributes(model: nn.Module) -> dict[str, tuple[Any, list[Any]]]:
     }
 
 
-_OF_TORCH = {*vars(nn.Module()), "forward"}
+_OF_TORCH = {*vars(nn.Module()), "forward", "_flat_weights", "_flat_weight_refs"}  # the last two of recurrent layers
 _NORMED = ("_g", "_v", "_orig")  # hooks of torch compute the attribute from these parameters before each forward
 
 
