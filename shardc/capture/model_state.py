@@ -17,6 +17,7 @@ from shardc.capture.signature import BY_IDENTITY, MAX_DEPTH, MAX_ENTRIES, Identi
 ModelTensors = Mapping[tuple[str, str], Tensor]  # parameters and buffers, by kind and name
 CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None), type)
 CONTAINERS = {dict, OrderedDict, list, set}  # left out where empty, which saves most of the time
+SETTINGS = (bool, float, str, type(None))  # of classes
 APART = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook"}
 
 
@@ -31,7 +32,7 @@ def model_state(model: nn.Module, has_classes: bool = False) -> State:
     """Everything in a model that forward may read, except the values of tensors, by name.
 
     It is the shape of parameters and buffers, ``requires_grad`` of parameters, the names that are tied, and for every
-    module its type and attributes, ``training`` and hooks included. ``has_classes`` adds the attributes of its class.
+    module its type and attributes, ``training`` and hooks included. ``has_classes`` adds those of its class.
     """
     memo: dict[int, Hashable] = {id(module): Identity(module) for module in model.modules()}
     parameters, buffers, aliases = state_names(model)
@@ -65,13 +66,12 @@ def _classes(model: nn.Module) -> Iterator[type]:
 
 
 def _class_attributes(kind: type) -> dict[str, Any]:
-    """The attributes of a class, methods included; without what Python itself adds."""
-    return {name: value for name, value in vars(kind).items() if not name.startswith("__")}
+    """The methods, flags, floating-point numbers and strings of a class.
 
-
-def _data_attributes(kind: type) -> dict[str, Any]:
-    """The attributes of a class without methods and properties, which cannot be changed in place."""
-    return {name: value for name, value in _class_attributes(kind).items() if not hasattr(type(value), "__get__")}
+    Whole numbers and containers are left out: they count instances and calls, or are caches.
+    """
+    attributes = ((name, value) for name, value in vars(kind).items() if not name.startswith("__"))
+    return {name: value for name, value in attributes if isinstance(value, SETTINGS) or hasattr(type(value), "__get__")}
 
 
 class LatestState:
@@ -115,8 +115,7 @@ class _Snapshot:
             self._tables.add(vars(kind))
         tensors = chain.from_iterable((*module._parameters.values(), *module._buffers.values()) for module in modules)
         self._tensors = [(x, x.requires_grad, x.shape) for x in tensors if x is not None]
-        owners = (*map(_own_attributes, modules), *map(_data_attributes, classes))
-        attributes = chain.from_iterable(each.items() for each in owners)
+        attributes = chain.from_iterable(_own_attributes(module).items() for module in modules)
         others = {id(x): x for name, x in attributes if name not in APART and not isinstance(x, CONSTANTS)}
         self._empty = [x for x in others.values() if type(x) in CONTAINERS and not x]
         known: dict[int, Hashable] = {id(module): Identity(module) for module in modules}

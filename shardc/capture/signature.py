@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from array import array
 from collections import deque
@@ -150,7 +151,8 @@ def signature_of(leaves: Sequence[tuple[str, Any]], tree: Hashable, train: bool,
 State = tuple[tuple[str, Hashable], ...]
 
 MAX_DEPTH, MAX_ENTRIES = 10, 10_000
-BY_IDENTITY = (type, FunctionType, BuiltinFunctionType, ModuleType)
+LOGGING = (logging.Logger, logging.Handler, logging.Manager)
+BY_IDENTITY = (type, FunctionType, BuiltinFunctionType, ModuleType, *LOGGING)
 READ_VALUES = WeakIdKeyDictionary()  # tensors whose values were read during a capture, each with its version then
 READ_OTHERWISE = (torch.Tensor, bytearray, array, Mapping, deque, set, frozenset, partial, MethodType)
 
@@ -199,8 +201,9 @@ def _contents_fingerprint(value: Any, memo: MutableMapping[int, Hashable], depth
         return type(value), bytes(value)
     if _is_numpy(value):
         return type(value), value.shape, str(value.dtype), value.tobytes()
-    contents = _contents(value)
-    if contents is not None and len(contents) <= MAX_ENTRIES and depth < MAX_DEPTH:
+    is_large = isinstance(value, (Mapping, list, tuple, deque, set, frozenset)) and len(value) > MAX_ENTRIES
+    contents = None if is_large or depth >= MAX_DEPTH else _contents(value)
+    if contents is not None and len(contents) <= MAX_ENTRIES:
         return type(value), tuple((key, fingerprint(entry, memo, depth + 1)) for key, entry in contents.items())
     return (type(value), value) if _is_value(value) else Identity(value)
 
@@ -208,7 +211,10 @@ def _contents_fingerprint(value: Any, memo: MutableMapping[int, Hashable], depth
 def _values_fingerprint(x: torch.Tensor) -> Hashable:
     """The number of a 0-dim tensor on the host; else how often a tensor was written since a capture read its values."""
     if x.ndim == 0 and x.device.type == "cpu" and type(x) in (torch.Tensor, torch.nn.Parameter):
-        return fingerprint(x.item())
+        try:
+            return fingerprint(x.item())
+        except RuntimeError:  # of a dtype without numbers, or inside of a transform of torch
+            pass
     if x.is_inference():
         return 0
     return x._version if x.ndim == 0 else x._version - READ_VALUES.get(x, x._version)

@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardc.capture.model import override_attribute
-from shardc.capture.signature import READ_VALUES
+from shardc.capture.signature import READ_VALUES, fingerprint
 from shardc.capture.values.symbols import Sizes, value_at
 from shardc.capture.values.unknown import UnknownNumber, UnknownValueError, passing_check
 from shardc.language.errors import CaptureError, error_line, error_text
@@ -86,6 +86,7 @@ class Refusals(TorchFunctionMode):
             if self.reads_numbers and (read := self._whole_numbers(func, args)) is not None:
                 return read
             if func is Tensor.__format__ and self.is_user_read and not args[0].ndim:
+                self._note_reading(args[:1])
                 return self._formatted(*args)
             result = func(*args, **kwargs)
             if func in _READS:
@@ -329,9 +330,9 @@ def _is_same(before: tuple[Any, list[Any]] | None, after: tuple[Any, list[Any]])
     if before is None:
         return True
     (old, entries_before), (new, entries) = before, after
-    if isinstance(new, (bool, int, float, str)) and type(old) is type(new):
-        return bool(old == new)
-    return old is new and len(entries_before) == len(entries) and all(map(operator.is_, entries_before, entries))
+    if old is not new:
+        return fingerprint(old) == fingerprint(new)
+    return len(entries_before) == len(entries) and all(map(operator.is_, entries_before, entries))
 
 
 def capture_error(error: Exception, model: nn.Module) -> CaptureError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -193,6 +194,9 @@ CHANGES: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
     "a tensor whose numbers are read": (
         lambda self, x: self.linear(x) * self.table.tolist()[0], lambda model: model.table.add_(1)
     ),
+    "a tensor that is formatted": (
+        lambda self, x: self.linear(x) * float(f"{self.table[1]}"), lambda model: model.table.add_(1)
+    ),
     "a tensor that is branched on": (
         lambda self, x: self.linear(x) * (2 if self.table[1:].max() > 0 else 3), lambda model: model.table.neg_()
     ),
@@ -237,6 +241,32 @@ def test_a_change_of_an_attribute_that_forward_reads_compiles_again(name: str) -
     model.set(change)
     for _ in range(2):
         assert model.agree(rows()) == 2
+
+
+class Counting(nn.Module):
+    """Counts calls on its class, and has a logger and a tensor without numbers."""
+
+    calls, cache, log = 0, dict[int, int](), logging.getLogger("counting")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.bits, self.shape = nn.Linear(8, 8), torch.empty((), dtype=torch.bits8), (4, 8)
+
+    def forward(self, x: Tensor) -> Any:
+        type(self).calls += 1
+        self.cache[self.calls] = 1
+        self.shape = tuple(x.shape)
+        return self.linear(x)
+
+
+def test_counts_and_caches_of_classes_and_loggers_compile_nothing(recwarn: pytest.WarningsRecorder) -> None:
+    parallel = shardc.parallelize(Counting(), MESH, {"linear.weight": P("tp")})
+    for number in range(4):
+        logging.getLogger(f"counting.{number}")
+        Counting.calls += 1
+        parallel(torch.ones(4, 8))
+    assert parallel.shardc.num_compiled == 1
+    assert not [each for each in recwarn if "it changes" in str(each.message)]
 
 
 def test_a_tensor_that_changes_in_place_is_read_anew_without_a_compilation() -> None:
