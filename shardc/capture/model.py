@@ -49,12 +49,13 @@ def copied_attributes(model: nn.Module) -> tuple[list[Any], list[Any]]:
 
 def are_unchanged(copied: tuple[list[Any], list[Any]]) -> bool:
     """Whether attributes, dicts and lists hold the objects that they held when they were copied."""
+    return all(hold_same(own, before) for own, before in zip(*copied, strict=True))
 
-    def entries(container: Any) -> list[Any]:
-        return [*container, *container.values()] if isinstance(container, dict) else container
 
-    pairs = ((entries(own), entries(before)) for own, before in zip(*copied, strict=True))
-    return all(len(one) == len(other) and all(map(is_, one, other)) for one, other in pairs)
+def hold_same(one: Any, other: Any) -> bool:
+    """Whether two dicts or lists hold the same objects, in the same order. An empty one may be an empty tuple."""
+    ours, theirs = ([*each, *each.values()] if isinstance(each, dict) else each for each in (one, other))
+    return len(ours) == len(theirs) and all(map(is_, ours, theirs))
 
 
 @contextmanager

@@ -34,7 +34,7 @@ def model_state(model: nn.Module, has_classes: bool = False) -> State:
     It is the shape of parameters and buffers, ``requires_grad`` of parameters, the names that are tied, and for every
     module its type and attributes, ``training`` and hooks included. ``has_classes`` adds those of its class.
     """
-    memo: dict[int, Hashable] = {id(module): Identity(module) for module in model.modules()}
+    memo = _identities(model)
     parameters, buffers, aliases = state_names(model)
     state: list[tuple[str, Hashable]] = [
         (f"requires_grad of {name}", parameter.requires_grad) for name, parameter in parameters.items()
@@ -56,6 +56,11 @@ def model_state(model: nn.Module, has_classes: bool = False) -> State:
         attributes = tuple((name, fingerprint(value, memo)) for name, value in _class_attributes(kind).items())
         state.append((f"class {kind.__qualname__!r}", (kind, attributes)))
     return tuple(state)
+
+
+def _identities(model: nn.Module) -> dict[int, Hashable]:
+    """Fingerprints of the model's modules, which are read one by one: an attribute that holds one is its identity."""
+    return {id(module): Identity(module) for module in model.modules()}
 
 
 def _classes(model: nn.Module) -> Iterator[type]:
@@ -118,7 +123,7 @@ class _Snapshot:
         attributes = chain.from_iterable(_own_attributes(module).items() for module in modules)
         others = {id(x): x for name, x in attributes if name not in APART and not isinstance(x, CONSTANTS)}
         self._empty = [x for x in others.values() if type(x) in CONTAINERS and not x]
-        known: dict[int, Hashable] = {id(module): Identity(module) for module in modules}
+        known = _identities(model)
         full = (x for x in others.values() if not (type(x) in CONTAINERS and not x))
         contents = (_Contents(x, known) for x in full if id(x) not in known)
         self._contents = [each for each in contents if each.may_change]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 import os
 import pickle
 import random
@@ -30,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardc.capture.model import override_attribute
+from shardc.capture.model import hold_same, override_attribute
 from shardc.capture.signature import READ_VALUES, fingerprint
 from shardc.capture.values.symbols import Sizes, value_at
 from shardc.capture.values.unknown import UnknownNumber, UnknownValueError, passing_check
@@ -307,10 +306,10 @@ def set_random_states(states: Mapping[str, bytes]) -> None:
         sys.modules["numpy.random"].set_state(pickle.loads(states["numpy.random"]))
 
 
-def _attributes(model: nn.Module) -> dict[str, tuple[Any, list[Any]]]:
-    """The attributes of all modules by path, each with the contents of a dict or list; torch's own are left out."""
+def _attributes(model: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """The attributes of all modules by path, each with a copy if it is a dict or a list. Torch's own are left out."""
     return {
-        f"{path}.{name}" if path else name: (value, _entries(value))
+        f"{path}.{name}" if path else name: (value, value.copy() if isinstance(value, (dict, list)) else ())
         for path, module in model.named_modules()
         for name, value in vars(module).items()
         if name not in _OF_TORCH and not any(f"{name}{suffix}" in module._parameters for suffix in _NORMED)
@@ -321,18 +320,12 @@ _OF_TORCH = {*vars(nn.Module()), "forward", "_flat_weights", "_flat_weight_refs"
 _NORMED = ("_g", "_v", "_orig")  # hooks of torch compute the attribute from these parameters before each forward
 
 
-def _entries(value: Any) -> list[Any]:
-    return [*value, *value.values()] if isinstance(value, dict) else value.copy() if isinstance(value, list) else []
-
-
-def _is_same(before: tuple[Any, list[Any]] | None, after: tuple[Any, list[Any]]) -> bool:
-    """Whether an attribute is as it was before; None for one that was not there, which cannot be read without error."""
+def _is_same(before: tuple[Any, Any] | None, after: tuple[Any, Any]) -> bool:
+    """Whether an attribute is unchanged. ``before``: None if it did not exist; then reading it outside is an error."""
     if before is None:
         return True
-    (old, entries_before), (new, entries) = before, after
-    if old is not new:
-        return fingerprint(old) == fingerprint(new)
-    return len(entries_before) == len(entries) and all(map(operator.is_, entries_before, entries))
+    (old, old_entries), (new, entries) = before, after
+    return hold_same(old_entries, entries) if old is new else fingerprint(old) == fingerprint(new)
 
 
 def capture_error(error: Exception, model: nn.Module) -> CaptureError:
