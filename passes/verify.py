@@ -15,7 +15,7 @@ from shardc.language.cut import dims_sharding, extends, factor_cuts, has_same_sh
 from shardc.language.mesh import MICROBATCH, AxisPart
 from shardc.language.partition import parse_parts
 from shardc.language.rule import OpCall, Rule, make_rule
-from shardc.language.sharding import WHOLE, DimSharding, ReduceOp, Sharding, TensorType
+from shardc.language.sharding import WHOLE, DimSharding, ReduceOp, Sharding, TensorType, open_reductions
 from shardc.language.words import LEVELS, Level
 from shardc.ops.contraction import DOT_RINGS, gather_dots
 from shardc.program.coding.nodes import CODINGS
@@ -176,8 +176,8 @@ def _check_rule(
     for i, sharding in enumerate(results):
         if sharding is not None and rule.results[i] is not None:
             partial = [factor for factor in cuts if rule.is_partial(factor, i)]
-            expected = passing | {(part, rule.reduce) for factor in partial for part in cuts[factor].all_axes}
-            found_open = set(sharding.partial)
+            reduced = {(part, rule.reduce) for factor in partial for part in cuts[factor].all_axes}
+            expected, found_open = set(open_reductions(passing | reduced)), set(sharding.partial)
             assert found_open == expected, f"{node}: open is {_open_text(found_open)}, not {_open_text(expected)}"
 
 

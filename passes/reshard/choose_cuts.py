@@ -16,16 +16,15 @@ from torch import fx
 
 from shardc.capture.decompositions import reduced_casts
 from shardc.language.cut import dims_sharding, extends, factor_cuts
-from shardc.language.mesh import MICROBATCH, Axes, AxisPart
+from shardc.language.mesh import MICROBATCH, Axes, AxisPart, part_ends, split_parts
 from shardc.language.rule import Rule
-from shardc.language.sharding import WHOLE, DimSharding, ReduceOp, Sharding, ceil_div, num_shards
+from shardc.language.sharding import WHOLE, DimSharding, OpenReductions, Sharding, ceil_div, num_shards, open_reductions
 from shardc.program.node import is_annotation, is_cast, is_uniform
 from shardc.program.program import Program, Value, ends_of, is_small_output
 from shardc.program.provenance import PARAMETER, CutChoice, Cuts, OpTensors, Shardings, SideChoice
 
 from .plan_reshard import move_bytes
 
-Partial = tuple[tuple[AxisPart, ReduceOp], ...]
 StandIns = Mapping[tuple[fx.Node, Value], Sharding]
 
 
@@ -175,8 +174,8 @@ def op_shardings(tensors: OpTensors, cuts: Cuts, ride: Ride | None = None) -> Op
             results.append(None if type_ is None else Sharding.replicated(mesh, len(type_.shape)))
         else:
             summed = [cut for factor, cut in cuts.items() if rule.is_partial(factor, i)]
-            partial_axes = sorted([*((part, rule.reduce) for cut in summed for part in cut.all_axes), *ride.partial])
-            results.append(_like(propagated, dims_sharding(dims, cuts, rule.sizes), tuple(partial_axes)))
+            open_ = open_reductions([*((part, rule.reduce) for cut in summed for part in cut.all_axes), *ride.partial])
+            results.append(_like(propagated, dims_sharding(dims, cuts, rule.sizes), open_))
     return OpShardings(tuple(operands), tuple(results))
 
 
@@ -188,7 +187,7 @@ def op_bytes(tensors: OpTensors, op: OpShardings | CutChoice) -> int:
     return sum(move_bytes(src, dst, type_) for src, dst, type_ in moves if src and dst and type_)
 
 
-def _like(known: Sharding, dims: tuple[DimSharding, ...], partial: Partial) -> Sharding:
+def _like(known: Sharding, dims: tuple[DimSharding, ...], partial: OpenReductions) -> Sharding:
     """A sharding on the same mesh; ``known`` itself if it is equal."""
     is_known = known.dims == dims and known.partial == partial
     return known if is_known else Sharding(known.mesh, dims, partial)
@@ -198,7 +197,7 @@ class Ride(NamedTuple):
     """The operands whose partial sum an op passes on, and the sums open in them."""
 
     operands: frozenset[int] = frozenset()
-    partial: Partial = ()
+    partial: OpenReductions = ()
 
 
 @dataclass(slots=True)
@@ -301,7 +300,7 @@ class _Planner:
             return False
         is_sum = len(ride.operands) > 1
         cut = [part for claim in claims if not (is_sum and claim.is_of_result) for part in claim.cut.all_axes]
-        axes = [part for part, _ in ride.partial]
+        axes = tuple(part for part, _ in ride.partial)
         if any(part.overlaps(other) for part in axes for other in cut):
             return False
         program = self.arrivals.program
@@ -310,7 +309,13 @@ class _Planner:
             return True
         if is_cast(node):
             return node in self.gradient_casts
-        return propagated is not None and set(axes) <= set(propagated.cut_axes)
+        return propagated is not None and _include(propagated.cut_axes, axes)
+
+
+def _include(parts: Axes, others: Axes) -> bool:
+    """Whether parts of axes cover all coordinates of others."""
+    ends = part_ends(parts + others)
+    return set(split_parts(others, ends)) <= set(split_parts(parts, ends))
 
 
 # Claims, and which of them are granted.

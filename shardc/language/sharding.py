@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from shardc.language.errors import ShardingError
-from shardc.language.mesh import Axes, AxisPart, Mesh
+from shardc.language.mesh import Axes, AxisPart, Mesh, merge_parts
 from shardc.language.size import number_of, plain
 
 if TYPE_CHECKING:
@@ -35,6 +35,17 @@ def chunk_of(size: int, axes: Axes, mesh: Mesh, position: int) -> tuple[int, int
 def num_shards(axes: Axes) -> int:
     """The number of pieces that these parts cut a dim into."""
     return math.prod([part.size for part in axes])
+
+
+OpenReductions = tuple[tuple[AxisPart, ReduceOp], ...]
+
+
+def open_reductions(parts: Iterable[tuple[AxisPart, ReduceOp]]) -> OpenReductions:
+    """Open reductions in their normal form: in order, those over neighbouring parts of an axis as one."""
+    by_op: dict[ReduceOp, list[AxisPart]] = {}
+    for part, op in sorted(parts):
+        by_op.setdefault(op, []).append(part)
+    return tuple(sorted((part, op) for op, each in by_op.items() for part in merge_parts(each)))
 
 
 class KeepsHash:
@@ -117,7 +128,7 @@ class Sharding(KeepsHash):
 
     mesh: Mesh
     dims: tuple[DimSharding, ...]
-    partial: tuple[tuple[AxisPart, ReduceOp], ...] = ()
+    partial: OpenReductions = ()
 
     def __post_init__(self) -> None:
         checked: list[AxisPart] = []

@@ -160,15 +160,17 @@ def test_parallel_attention_and_mlp_give_one_and_one_all_reduce_a_layer(mesh: Me
 
 
 class GroupedQueries(torch.nn.Module):
-    """8 heads of queries, 2 of keys and values."""
+    """8 heads of queries, 2 of keys and values; both may be rotated by their positions."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 4, rotate: Callable[[torch.Tensor], torch.Tensor] = lambda heads: heads) -> None:
         super().__init__()
-        self.q, self.out = (torch.nn.Linear(32, 32, bias=False) for _ in range(2))
-        self.k, self.v = (torch.nn.Linear(32, 8, bias=False) for _ in range(2))
+        self.width, self.rotate = width, rotate
+        self.q, self.out = (torch.nn.Linear(8 * width, 8 * width, bias=False) for _ in range(2))
+        self.k, self.v = (torch.nn.Linear(8 * width, 2 * width, bias=False) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (linear(x).unflatten(-1, (-1, 4)).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        q, k, v = (linear(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        q, k = self.rotate(q), self.rotate(k)
         y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.out(y.transpose(1, 2).flatten(2)).square().sum()
 
@@ -186,6 +188,26 @@ def test_heads_of_queries_are_cut_over_more_ranks_than_there_are_heads_of_keys(r
         model.named_parameters(), torch.autograd.grad(model(x), list(model.parameters())), strict=True
     ):
         torch.testing.assert_close(gradients[name], expected, rtol=0, atol=1e-10)
+
+
+def rotated_halves(heads: torch.Tensor) -> torch.Tensor:
+    """Heads of 8 elements as Llama rotates them: the second half with the first."""
+    positions = torch.arange(heads.shape[-2], dtype=heads.dtype)
+    angles = (positions[:, None] * torch.tensor([1.0, 0.1, 0.01, 0.001])).repeat(1, 2)
+    first, second = heads[..., :4], heads[..., 4:]
+    return heads * angles.cos() + torch.cat((-second, first), -1) * angles.sin()
+
+
+@pytest.mark.parametrize("mesh", [Mesh(tp=4), Mesh(tp=8), Mesh(dp=2, tp=8)], ids=str)
+def test_columns_are_cut_over_more_ranks_than_there_are_heads_of_keys(mesh: Mesh) -> None:
+    """Gradients of their input are summed over tp for queries, over two parts of tp for keys, and reduced together."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), GroupedQueries(8, rotated_halves)).double()
+    x, cut = torch.randn(8, 16, 64, dtype=torch.float64), {f"1.{name}.weight": P("tp") for name in "qkv"}
+    data = {"input": P("dp")} if "dp" in mesh.axis_names else {}
+    compiled = shardc.compile(model, mesh, cut | data, args=(x,))
+    equals_one_device(compiled, x)
+    assert count_on("tp", compiled)["all_reduce", "backward"] == 1
 
 
 def unbound_view(qkv: torch.Tensor) -> torch.Tensor:
