@@ -34,12 +34,15 @@ class Found:
         text = f"{annotations}"
         return excess, _rounded(figure), size, _rounded(other), len(text), f"{self.plan.mesh}", text
 
-    def is_better(self, other: Found, task: Task) -> bool:
-        """Whether it exceeds the memory by less than the other or, at equal excess, has a clearly smaller figure."""
+    def is_better(self, other: Found, task: Task, worth: float = WORTH) -> bool:
+        """Whether it exceeds the memory by less than the other or, at equal excess, has a clearly smaller figure.
+
+        ``worth``: the relative gain from which on the figure is clearly smaller.
+        """
         excess, excess_of_other = (task.excess(each.price.peak) for each in (self, other))
         if excess != excess_of_other:
             return excess < excess_of_other
-        return self.figure(task) < (1 - WORTH) * other.figure(task)
+        return self.figure(task) < (1 - worth) * other.figure(task)
 
 
 def _rounded(figure: float) -> int:

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, cycle, islice, product
+from itertools import chain, islice, product
 
 from shardc.options import Zero
-from shardc.search.found import Found
+from shardc.search.found import WORTH, Found
 from shardc.search.pool import NUM_POOL, in_order, toggled
 from shardc.search.search import Search
 from shardc.search.space.meshes import is_possible
 from shardc.search.space.plan import Axis, Cuts, Plan
 
 NUM_REFINED = 2  # meshes whose best plans are refined
+WORTH_A_ROUND = 1e-3  # relative gain of a round that makes another one worthwhile where prices take long
 CLEARLY = 1.05  # tolerance, since one block hides less communication than several do
 
 Move = Callable[[Plan], Iterator[Plan]]  # yields a plan with one thing changed
@@ -40,22 +41,22 @@ class _Refinement:
     search: Search
 
     def run(self, start: Found, moves: Sequence[Move], clearly: float = CLEARLY) -> None:
-        """Apply the moves in turn to the best plan so far, until none of them makes it better.
+        """Apply the moves in turn to the best plan so far, in rounds, until a round is not worthwhile.
 
-        ``clearly``: a plan that is slower for one block by more than this factor is not priced for all blocks. The
-        factor is 1 if that price takes a compilation of the whole model.
+        ``clearly``: a plan that is slower for one block by more than this factor is not priced for all blocks. If each
+        price takes a compilation of the whole model, the factor is 1, and a round has to gain more to be followed by
+        another one.
         """
-        best, num_in_vain = start, 0
-        clearly = clearly if self.search.pricer.whole is None else 1.0
-        for move in cycle(moves):
+        clearly, worth = (clearly, WORTH) if self.search.pricer.longer else (1.0, WORTH_A_ROUND)
+        best, before = start, None
+        while before is None or best.is_better(before, self.search.task, worth):
             before = best
-            for plan in move(before.plan):
-                found = self.search.price(plan, before.plan, clearly)
-                if found is not None and found.is_better(best, self.search.task):
-                    best = found
-            num_in_vain = num_in_vain + 1 if best is before else 0
-            if num_in_vain == len(moves):
-                return
+            for move in moves:
+                changed = best.plan
+                for plan in move(changed):
+                    found = self.search.price(plan, changed, clearly)
+                    if found is not None and found.is_better(best, self.search.task):
+                        best = found
 
     def moves(self, plan: Plan) -> list[Move]:
         """The moves that add or drop a group on an axis, take other cuts for an axis, or another ``Zero``."""
