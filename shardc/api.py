@@ -386,7 +386,7 @@ def parallelize(
     strict: bool = False,
     initial: Literal["broadcast", "check", "trust"] = "broadcast",
     check: Literal["first", "always", "never"] = "always",
-    seed: int = 0,
+    seed: int | None = None,
     weights: str | os.PathLike[str] | Mapping[str, torch.Tensor] | None = None,
     cache: str | os.PathLike[str] | None = None,
 ) -> ParallelModule:
@@ -412,8 +412,9 @@ def parallelize(
             DTensors are kept as they are.
         check: when to compare the checksums of plain inputs, which are the whole batch and equal on all ranks: in every
             call (``"always"``), in the ``"first"`` call of each signature, or ``"never"``.
-        seed: the seed of the model's random numbers, such as dropout. They are the same on every mesh, and new in each
-            step of training. ``torch.manual_seed`` does not change them; ``module.seed = 1`` does.
+        seed: the seed of the model's random numbers, such as dropout; by default 0, or that of the Trainer that trains
+            the module. They are the same on every mesh, and new in each step of training. ``torch.manual_seed`` does
+            not change them; ``module.seed = 1`` does.
         weights: values for the model, which may be on meta: a folder of safetensors files, as ``save_pretrained``
             writes it, or a state dict. On a DeviceMesh each rank reads its own shards alone, when the first call is
             compiled.
@@ -456,7 +457,7 @@ def parallelize(
     with making_together(mesh, runtime, model, {**asked, "cache": cache is not None}) as meeting:
         check_model(model)
         check_annotations(annotations or {})
-        check_draw(seed, 0)
+        check_draw(0 if seed is None else seed, 0)
         check_call(args, kwargs, True, differentiable, strict)
         kept = None if cache is None else Cache(Path(cache), None if meeting is None else meeting.agreement)
         compile_fn = partial(_compile_call, mesh=mesh, cache=kept, **asked)
@@ -464,7 +465,8 @@ def parallelize(
         module = parallel_module(
             model, mesh, compile_fn, runtime, compile, options(), initial, has_call, check, meeting, values
         )
-        module.shardc.seed = seed
+        if seed is not None:
+            module.shardc.seed = seed
         if groups is not None:
             module.shardc.take_outer_steps(groups, bucket, initial)
         if momentum is not None:

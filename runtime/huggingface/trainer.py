@@ -21,7 +21,12 @@ WHO = "a Trainer of a parallel module"
 
 
 def adopt(trainer: Trainer, model: ParallelModule) -> None:
-    """Let a Trainer train a parallel module. Raises a ShardingError for arguments that do not fit one."""
+    """Let a Trainer train a parallel module, with the Trainer's seed if it has none of its own.
+
+    Raises a ShardingError for arguments that do not fit one.
+    """
+    if not model.shardc.is_seeded:
+        model.shardc.seed = trainer.args.seed
     if not isinstance(trainer, ParallelTrainer):
         kind: Any = type(trainer)
         trainer.__class__ = joined(ParallelTrainer, kind)

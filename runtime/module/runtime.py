@@ -89,8 +89,8 @@ class ModuleRuntime:
         self.mesh = conversion.comm.mesh  # ``parallel_module`` sets it to the user's mesh, with the axis of stages
         self._latest_states: dict[str, LatestState] = {}  # by the path of the called module, "" for the model
         self._is_compiled = self._returns_whole = self.is_capturing = False
-        self.seed, self.step, self.num_compiled = 0, 0, 0
-        self._torch_seed: int | None = torch.initial_seed()  # None once another was warned of
+        self._seed, self.step, self.num_compiled = 0, 0, 0
+        self.is_seeded, self._torch_seed = False, torch.initial_seed()
         copies = conversion.copies(model, initial, is_compiled_soon, values)
         self._awaited = copies.awaited  # tensors that get their values when they are placed
         self._values = dict(values or {}) if copies.awaited else {}  # of those; if empty, the first rank's
@@ -100,6 +100,15 @@ class ModuleRuntime:
         self.model: nn.Module = copy.deepcopy(model, memo)
         stand_for_forwards(self)
         note_copied(model)
+
+    @property
+    def seed(self) -> int:
+        """The seed of what the model draws; 0 until one is set, and then ``is_seeded`` is true."""
+        return self._seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self._seed, self.is_seeded = seed, True
 
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any], model: nn.Module | None = None) -> Any:
         """Run the model; compile it first if no program fits the call. ``model``: a SubmoduleView to run instead."""
@@ -222,7 +231,8 @@ class ModuleRuntime:
         stand_for_forwards(twin)
         twin._shardings, twin._computed_shardings = dict(self._shardings), dict(self._computed_shardings)
         twin._awaited, twin._values = self._awaited, dict(self._values)
-        twin.seed, twin.step, twin.mesh = self.seed, self.step, self.mesh
+        twin._seed, twin.step, twin.mesh = self.seed, self.step, self.mesh
+        twin.is_seeded = self.is_seeded
         twin._is_compiled, twin.feedback = self._is_compiled, self.feedback.copied(twin.named_parameters)
         twin.outer = None if self.outer is None else self.outer.copied(model)
         return twin
@@ -366,9 +376,9 @@ class ModuleRuntime:
 
     def _warn_of_seed(self) -> None:
         """Warn once, on the first rank, if torch was seeded after ``parallelize``, whose own seed was not given."""
-        if self._torch_seed is None or self.seed or torch.initial_seed() == self._torch_seed:
+        if self.is_seeded or torch.initial_seed() == self._torch_seed:
             return
-        self._torch_seed = None
+        self.is_seeded = True  # by 0, for good
         if 0 in self.conversion.comm.positions:
             who, problem = f"a {type(self.model).__name__}", "its random numbers do not depend on it, but on seed=0"
             text = error_text(who, "torch was seeded after parallelize", problem, "say parallelize(..., seed=)")

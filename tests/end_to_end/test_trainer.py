@@ -185,6 +185,16 @@ def test_dropout_goes_on_where_it_was_and_tied_weights_are_saved(gloo: GlooPool,
     assert not differences([virtual], expected)
 
 
+def test_dropout_has_the_trainers_seed_unless_one_was_given(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    plan, seeds = {"embed.weight": P("tp"), "input_ids": P("dp")}, list[int]()
+    for given in (None, 7):
+        model = shardc.parallelize(Dropping(), Mesh(dp=2, tp=2), plan, seed=given)
+        trainer(model, str(tmp_path), use_cpu=True, seed=3, max_steps=1, save_strategy="no").train()
+        seeds.append(model.seed)
+    assert seeds == [3, 7]
+    assert not [each for each in recwarn if "seeded" in str(each.message)]
+
+
 # What does not fit.
 
 
