@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,11 @@ def cluster(links: Any, device: Device | str | None, devices: int, nodes: int) -
         device = load(device).device
     if isinstance(links, Machine):
         return links if device is None else machine_of(links, device)
+    links = _each(links)
     inside, between, measured = _links(links)
+    if nodes == 1 and len(links) > 1:
+        problem, remedy = "one node has no link to another", "say nodes=2, or one link alone"
+        raise OptionError("links", f"{links!r}, of 1 node", problem, remedy)
     if nodes > 1 and between is None:
         known = ", ".join(LINKS)
         remedy = f"say a second one, as in nvlink,infiniband; presets: {known}"
@@ -50,12 +55,15 @@ def cluster(links: Any, device: Device | str | None, devices: int, nodes: int) -
     return Machine({"*": inside or DEFAULT_LINK}, device, node, between if node else None)  # type: ignore[arg-type]
 
 
-def _links(links: Any) -> tuple[Link | None, Link | None, Device | None]:
-    """The links inside a node and between nodes, and the device of a file among them."""
+def _each(links: Any) -> tuple[Any, ...]:
+    """The links one by one: two names may be one text, with a comma."""
     if isinstance(links, str) and "=" not in links:
-        links = tuple(links.split(","))
-    if links is None or not isinstance(links, (tuple, list)):
-        links = () if links is None else (links,)
+        return tuple(links.split(","))
+    return tuple(links) if isinstance(links, (tuple, list)) else () if links is None else (links,)
+
+
+def _links(links: Sequence[Any]) -> tuple[Link | None, Link | None, Device | None]:
+    """The links inside a node and between nodes, and the device of a file among them."""
     if len(links) > 2:
         problem = "there is one inside a node and one between nodes"
         raise OptionError("links", f"{links!r}", problem, "say one or two, as in nvlink,infiniband")

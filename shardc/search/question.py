@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from math import prod
 from typing import Any, get_args
 
@@ -77,6 +78,20 @@ def sample_axes(annotations: Mapping[str, P], names: Names) -> frozenset[str]:
     return frozenset(axis for spec in of_inputs for axis in P(*spec.entries[:1]).axes)
 
 
+def module_patterns(fix: Any) -> list[str]:
+    """The patterns of modules in the fixed values of ``remat`` and ``saved``, as annotations name modules."""
+    if not isinstance(fix, Mapping):
+        return []
+    globs: list[Any] = []
+    for value in chain.from_iterable(map(_values, (fix.get("remat"), fix.get("saved")))):
+        globs += [value.blocks] if isinstance(value, Remat) else value if isinstance(value, Mapping) else []
+    return [f"module:{glob}" for glob in globs if isinstance(glob, str) and glob]
+
+
+def _values(allowed: Any) -> tuple[Any, ...]:
+    return tuple(allowed) if isinstance(allowed, (list, tuple)) else (allowed,)
+
+
 def check_counts(**counts: Any) -> None:
     """Raise an OptionError for a count that is no whole number of 1 or more."""
     for name, count in counts.items():
@@ -101,7 +116,7 @@ def _fixed(fix: Any, axes: Collection[str], devices: int) -> dict[str, tuple[Any
     if not isinstance(fix, Mapping):
         problem = "it gives axes their sizes, and options their values"
         raise OptionError("fix", f"of type {type(fix).__name__}", problem, "write fix={'tp': 4}")
-    fixed = {name: tuple(value) if isinstance(value, (list, tuple)) else (value,) for name, value in fix.items()}
+    fixed = {name: _values(allowed) for name, allowed in fix.items()}
     for name, values in fixed.items():
         who = f"fix={{{name!r}: ...}}"
         if name not in NAMES and not _is_axis(str(name), axes):
@@ -128,7 +143,8 @@ def _judged(name: str, value: Any, devices: int) -> tuple[bool, str]:
     if name == MESH:
         return _is_mesh(value, devices), f"say sizes of its axes with the product {devices}, as 4x2"
     if name == "zero":
-        return value in (None, 0, 1, 2, 3), "say a stage, 0 to 3, or None: the search finds its axes, and offloads"
+        is_stage = value in (None, 0, 1, 2, 3) and type(value) is not bool
+        return is_stage, "say a stage, 0 to 3, or None: the search finds its axes, and offloads"
     if name == "overlap":
         return value in (None, *OVERLAPS), f"say None, or one of {', '.join(OVERLAPS)}"
     if name == "saved":

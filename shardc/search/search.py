@@ -30,6 +30,7 @@ from shardc.search.task import Progress, Task
 BREADTH = 8
 BREADTH_OF_STAGES = 2  # for the devices of a pipeline's stage
 NUM_SIMPLE, NEAR = 3, 1.02  # short plans that are compiled whole if their time is within this factor of the best
+NEARLY = 1.1  # an estimated peak within this factor of the memory may turn out to fit
 AMPLE = 0.5  # a plan with a peak below this fraction of the memory need not save memory
 GAIN = 0.8  # options are assumed to reduce a plan's time to no less than this fraction
 
@@ -95,13 +96,15 @@ class Search:
         return best[:count]
 
     def finalists(self, count: int) -> list[Found]:
-        """The best plans, and those with the fewest annotations among plans of about the same estimated time."""
+        """The best plans; those with the fewest annotations of about the same time; and the fastest that nearly fit."""
         best = self.best(count)
         most = NEAR * best[0].price.seconds if best else 0.0
         near = [each for each in self._fitting(self.found.values()) if each.price.seconds <= most]
         near = [each for each in near if self.task.permits(each.plan)]
         simple = sorted(near, key=lambda each: (len(each.plan.annotations), each.rank(self.task)))[:NUM_SIMPLE]
-        return list({each.plan: each for each in (*best, *simple)}.values())
+        nearly = [each for each in self.found.values() if 1 < each.price.peak / self.task.memory < NEARLY]
+        nearly = sorted((each for each in nearly if self.task.permits(each.plan)), key=lambda each: each.price.seconds)
+        return list({each.plan: each for each in (*best, *simple, *nearly[:NUM_SIMPLE])}.values())
 
     def tell(self, which: str) -> None:
         """Say how many plans were found, and the best one."""
@@ -128,7 +131,7 @@ class Search:
 
     def has_plenty(self, plan: Plan) -> bool:
         """Whether time is the objective and a plan in ``found`` needs only a part of the memory."""
-        return self.task.objective == "time" and self.found[plan].price.peak < AMPLE * self.task.memory
+        return not self.task.is_for_memory and self.found[plan].price.peak < AMPLE * self.task.memory
 
     def is_worse(self, plan: Plan, than: Plan, clearly: float, has_plenty: bool) -> bool:
         """Whether on one block a plan cannot be compiled, or is slower than another by more than a factor, ``clearly``.
@@ -145,16 +148,19 @@ class Search:
     def _meshes(self) -> None:
         """Price plans on meshes of up to three axes, mostly with the axes of samples first.
 
-        If there are given annotations, an axis may also cut nothing beyond what they say.
+        The outermost axis may cut nothing: a part of the devices may be faster than all. If there are given
+        annotations, each axis may cut nothing beyond what they say.
         """
-        nothing = [frozenset[Decision]()] * bool(self.task.given)
+        idle = frozenset[Decision]()
+        nothing = [idle] * bool(self.task.given)
         data, model = [*self.data, *nothing], [*self.model, *nothing]
         for precision in self.task.precisions:
             blank = Plan((), tuple(self.task.given.items()), precision=precision, **self.task.fixed_options)
             if self.task.devices == 1:
                 self.price(replace(blank, axes=(Axis("dp", 1),)))
-            self._on_shapes([(each,) for each in (*data, *self.model)], 1, blank)
+            self._on_shapes([(each,) for each in (*self.data, *self.model, idle)], 1, blank)
             pairs: list[tuple[Cuts, ...]] = list(product(data, (*model, *self.data[:NUM_POOL])))
+            pairs += [(idle, each) for each in (*self.data[:NUM_POOL], *self.model[:NUM_POOL])]
             pairs = self._best_pairs(list(self._allowed(pairs, 2)) or pairs, blank)
             self._on_shapes(pairs, 2, blank)
             self._on_shapes([pair[::-1] for pair in pairs[: self.breadth // 2]], 2, blank)
@@ -191,7 +197,9 @@ class Search:
         return sorted(every, key=lambda shape: (max(shape) / min(shape), shape[::-1]))
 
     def _on_shapes(self, cuts: Iterable[tuple[Cuts, ...]], num_axes: int, blank: Plan) -> None:
-        fastest = min(self.found.values(), key=lambda each: each.price.seconds, default=None)
+        """Price plans on all shapes, those aside that are far slower than the fastest that may get all it lacks."""
+        able = (each for each in self.found.values() if self.task.allows_zero(each.plan) or each.plan.annotations)
+        fastest = min(able, key=lambda each: each.price.seconds, default=None)
         for shape, each in product(self._shapes(num_axes), cuts):
             self.price(replace(blank, axes=self.axes(shape, each)), fastest.plan if fastest else None)
 
@@ -202,24 +210,25 @@ class Search:
     # Options.
 
     def _options(self) -> None:
-        """Try ZeRO on plans that cut samples alone and on the fastest, and recomputation if they do not fit with it."""
+        """Try ZeRO on plans that cut samples alone and on the fastest, and recomputation if memory is to be saved."""
         num_tried, best = 0, float("inf")
         for base in sorted(self.found.values(), key=_samples_alone_then_time):
             is_enough = num_tried >= self.breadth * (1 if best < float("inf") else 3)
-            if GAIN * base.price.seconds > best:
+            if GAIN * base.price.seconds > best and not self.task.is_for_memory:
                 continue
             if is_enough:
                 return
             of_data, of_model = _axes_of_data(base.plan)
             variants = [base, *self._with_zero(base.plan, of_data), *self._with_all_cut(base.plan)]
-            if not self._fitting(variants):
+            if self.task.is_for_memory or not self._fitting(variants):
                 variants += self._with_zero(base.plan, of_model)
                 variants += [found for each in variants for found in self._with_remat(each.plan)]
             fitting = [each.price.seconds for each in self._fitting(variants)]
             best, num_tried = min([best, *fitting]), num_tried + 1
 
     def _fitting(self, found: Iterable[Found]) -> list[Found]:
-        return [each for each in found if each.price.peak <= self.task.memory]
+        fitting = (each for each in found if each.price.peak <= self.task.memory)
+        return [each for each in fitting if self.task.allows_zero(each.plan)]
 
     def _with_zero(self, plan: Plan, axes: Iterable[str]) -> list[Found]:
         stages = [stage for stage in self.task.stages if stage > 1] or self.task.stages  # stage 1 takes as long as 2

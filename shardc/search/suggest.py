@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from shardc.capture.annotations import check_annotations
 from shardc.capture.call import names_of
-from shardc.language.errors import ShardingError
+from shardc.language.errors import OptionError, ShardingError
 from shardc.language.machine import Device
 from shardc.language.mesh import Mesh
 from shardc.language.partition import P
@@ -22,7 +23,7 @@ from shardc.search.pipelines import Estimate, num_stages_of, with_stages
 from shardc.search.pricing.compiling import REFUSALS
 from shardc.search.pricing.price import Pricer
 from shardc.search.pricing.whole import WholeCompiler, WholePlans
-from shardc.search.question import AXES, check_counts, question, sample_axes, with_batch
+from shardc.search.question import AXES, check_counts, module_patterns, question, sample_axes, with_batch
 from shardc.search.reasons import reasons
 from shardc.search.refine import refine
 from shardc.search.search import Search
@@ -86,11 +87,12 @@ def suggest(
         Suggestions; ``shardc.parallelize(model, **suggestion)`` takes each of them. Each was compiled whole, so its
         figures are those of ``shardc.compile``. If none fits in memory, the nearest come first. The first one has
         ``hints``: codecs and groups that would make it faster but change numerical results, so the search never chooses
-        them. Ctrl-C ends the search and returns the best plans so far.
+        them. Ctrl-C ends the search: the best plans so far are compiled whole, and a second one ends that too.
 
     Raises:
         ShardingError: for arguments without a meaning, or if no plan keeps what is fixed.
         CaptureError: for a model that cannot be captured.
+        KeyboardInterrupt: for a Ctrl-C before there is any plan.
     """
     kwargs = kwargs or {}
     check_model(model)
@@ -100,13 +102,15 @@ def suggest(
     args, kwargs, num_samples = with_batch(model, args, kwargs, batch)
     if wire is not None:
         check_wire(wire, Mesh(device_ids=None, **dict.fromkeys(AXES, 1)))
-    pricer = Pricer(model, args, kwargs, optimizer, wire, tuple(annotations or {}))
+    pricer = Pricer(model, args, kwargs, optimizer, wire, (*(annotations or {}), *module_patterns(fix or {})))
     remats = [] if pricer.blocks is None else [Remat(pricer.blocks)]
     task = question(
         devices, annotations, memory, links, device, nodes, fix or {}, objective, optimizer, remats,
     )  # fmt: skip
     of_samples = sample_axes(annotations or {}, names_of(model, args, kwargs))
     task = replace(task, wire=wire, sample_axes=of_samples)
+    if progress is not None and not callable(progress):
+        raise OptionError("suggest", f"progress={progress!r}", "it is called with lines of text", "say progress=print")
     tell = progress or (lambda what: None)
     whole = WholePlans(WholeCompiler(model, args, kwargs, task), task, tell)
     return _Suggesting(num_samples, task, pricer, top, tell, whole).run()
@@ -132,23 +136,40 @@ class _Suggesting:
         tensors = tensors_of(self.pricer.few, self.whole.compiler.model, self.task.given)
         search = Search(self.pricer, self.task, self.progress)
         staged: list[Plan] = []
-        try:
+        with self._until_interrupted(search.found, "compiled"):
             search.run(decisions_of(self.pricer.few, tensors))
             refine(search)
             staged = self._with_stages(search)
-        except KeyboardInterrupt:
-            self.progress("interrupted: the best plans so far are compiled")
-        self.whole.compile(each.plan for each in search.finalists(max(NUM_WHOLE, self.top)))
-        self.whole.compile(staged)
-        if not self.whole.ranked():
-            raise self._nothing()
-        compile_variants(self.whole, self.pricer)
-        suggestions = [self._suggestion(plan, search.found) for plan in self.whole.ranked()[: self.top]]
-        suggestions[0] = replace(suggestions[0], hints=hints(self.whole, self.whole.ranked()[0]))
+        with self._until_interrupted(self.whole.costs, "those compiled by now"):
+            self.whole.compile(each.plan for each in search.finalists(max(NUM_WHOLE, self.top)))
+            self.whole.compile(staged)
+            if not self.whole.ranked():
+                raise self._nothing()
+            compile_variants(self.whole, self.pricer)
+        suggestions = [self._suggestion(plan, search.found) for plan in self._best()]
+        with self._until_interrupted(suggestions, "without hints"):
+            suggestions[0] = replace(suggestions[0], hints=hints(self.whole, self.whole.ranked()[0]))
         everything = search.found | {plan: self.whole.found(plan) for plan in self.whole.costs}
         candidates = (_candidate(each) for each in everything.values() if self.task.permits(each.plan))
         compiled = self.pricer.num_compiled + len(self.whole.costs)
         return Suggestions(suggestions, self._bound(), compiled, candidates)
+
+    @contextmanager
+    def _until_interrupted(self, found: Sized, how: str) -> Iterator[None]:
+        """In the block Ctrl-C goes on after it, with what was ``found`` by then; raises it if that is nothing."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            if not found:
+                raise
+            self.progress(f"interrupted: the best plans so far are {how}")
+
+    def _best(self) -> list[Plan]:
+        """The best plans, one for each mesh and set of options."""
+        first: dict[object, Plan] = {}
+        for plan in self.whole.ranked():
+            first.setdefault((str(plan.mesh), f"{plan.options}"), plan)
+        return list(first.values())[: self.top]
 
     def _with_stages(self, search: Search) -> list[Plan]:
         """The plans with a pipeline that are worth compiling, by estimates."""
@@ -181,9 +202,10 @@ class _Suggesting:
         return plan in self.whole.costs
 
     def _bound(self) -> float:
-        """A lower bound in seconds: all computation, spread evenly over all devices."""
-        one = self.pricer.of_all(Plan((Axis("dp", 1),)), (self.task.machine,))
-        return one[0].computing / self.task.devices if one else 0.0
+        """A lower bound in seconds: all computation in the fastest precision, spread evenly over all devices."""
+        plans = [Plan((Axis("dp", 1),), precision=precision) for precision in self.task.precisions]
+        prices = [each[0].computing for plan in plans if (each := self.pricer.of_all(plan, (self.task.machine,)))]
+        return min(prices, default=0.0) / self.task.devices
 
     def _suggestion(self, plan: Plan, found: Mapping[Plan, Found]) -> Suggestion:
         cost, task = self.whole.costs[plan], self.task

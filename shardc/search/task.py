@@ -48,8 +48,10 @@ class Task:
 
     @property
     def fixed_options(self) -> dict[str, Any]:
-        """The first allowed values of ``overlap`` and ``saved``, if they are fixed; the search begins with these."""
-        return {name: values[0] for name, values in {"overlap": self.overlaps, "saved": self.saved}.items() if values}
+        """The first allowed values of options that are fixed and that the search does not change otherwise."""
+        remats = () if None in self.remats else self.remats
+        options = {"remat": remats, "overlap": self.overlaps, "saved": self.saved}
+        return {name: values[0] for name, values in options.items() if values}
 
     @property
     def extremes(self) -> tuple[Machine, ...]:
@@ -77,12 +79,15 @@ class Task:
 
     @property
     def may_recompute(self) -> bool:
-        """Whether the search may choose to recompute, and may choose not to."""
-        return None in self.remats and any(self.remats)
+        """Whether the search may choose how much to recompute."""
+        return None in self.remats and any(self.remats) and "remat" not in self.fix
+
+    def allows_zero(self, plan: Plan) -> bool:
+        """Whether a plan has an allowed stage of ZeRO."""
+        return (plan.zero.stage if plan.zero else 0) in self.stages
 
     def permits(self, plan: Plan) -> bool:
         """Whether a plan has allowed options and an allowed number of stages."""
-        stage = plan.zero.stage if plan.zero else 0
         is_budget = plan.remat is not None and plan.remat.budget is not None and self.may_recompute
         has_remat = is_budget or plan.remat in self.remats
         has_pipeline = self.pipelines is None or plan.pipeline in self.pipelines
@@ -92,7 +97,7 @@ class Task:
             for option, allowed in ((plan.overlap, self.overlaps), (plan.saved, self.saved))
         )
         has_precision = plan.precision in self.precisions
-        return stage in self.stages and has_remat and has_pipeline and has_stages and has_precision and has_others
+        return self.allows_zero(plan) and has_remat and has_pipeline and has_stages and has_precision and has_others
 
     def of_stage(self, num_stages: int) -> Task:
         """The task for the devices of one pipeline stage, priced for the whole model with the memory of all stages."""
@@ -100,6 +105,11 @@ class Task:
         meshes = self.meshes and [_without(num_stages, each) for each in self.meshes if num_stages in each]
         devices, memory = self.devices // num_stages, num_stages * self.memory
         return replace(self, devices=devices, memory=memory, sizes=sizes, meshes=meshes)
+
+    @property
+    def is_for_memory(self) -> bool:
+        """Whether the least memory is looked for, rather than the least time."""
+        return self.objective == "memory"
 
     def excess(self, peak: float) -> float:
         """The bytes by which a peak exceeds the memory of a rank."""

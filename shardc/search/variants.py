@@ -24,7 +24,7 @@ def compile_variants(whole: WholePlans, pricer: Pricer) -> None:
     blocks = pricer.blocks
     whole.compile(reordered(whole))
     _compute_or_save(whole, blocks)
-    if not whole.fits(whole.ranked()[0]):
+    if whole.task.is_for_memory or not whole.fits(whole.ranked()[0]):
         whole.compile(offloaded(whole))
         whole.compile(reordered(whole))
         _compute_or_save(whole, blocks)
@@ -69,13 +69,13 @@ def recompute_less(whole: WholePlans, plan: Plan) -> None:
 
 
 def saved_otherwise(whole: WholePlans, blocks: str | None) -> Iterator[Plan]:
-    """If memory is short: the best plan with the values that blocks save in pieces, in host memory, or both.
+    """If memory is to be saved: the best plan with the values that blocks save in pieces, in host memory, or both.
 
     Pieces are cut over an axis that does not cut the batch. Host memory replaces recomputation; if the best plan does
     not fit, both are tried together as well.
     """
     best, task = whole.ranked()[0], whole.task
-    fits = whole.fits(best)
+    fits = whole.fits(best) and not task.is_for_memory
     yield from (replace(best, saved=saved) for saved in task.saved or ())
     if blocks is None or (best.remat is None and fits):
         return
@@ -110,7 +110,7 @@ def offloaded(whole: WholePlans) -> Iterator[Plan]:
 def in_rings(whole: WholePlans, pricer: Pricer) -> Iterator[Plan]:
     """The best plans that fit, with products in rings if these make one block clearly faster."""
     task = whole.task
-    for plan in filter(whole.fits, whole.ranked()[:NUM_RINGED] if task.objective == "time" else ()):
+    for plan in filter(whole.fits, () if task.is_for_memory else whole.ranked()[:NUM_RINGED]):
         block = replace(plan, remat=None, saved=None, pipeline=None, num_stages=1)
         for overlap in filter(None, (AUTO,) if task.overlaps is None else task.overlaps):
             prices = [pricer.of_few(replace(block, overlap=each), (task.machine,)) for each in (None, overlap)]

@@ -51,7 +51,7 @@ def test_hints_say_what_a_codec_and_groups_would_save_on_a_slow_link() -> None:
 
 
 def test_of_zero_parameters_are_sent_in_codes_too_and_groups_cannot_train_by_themselves() -> None:
-    (hint,) = suggested(ETHERNET, zero=3)[1].hints
+    (hint,) = suggested(ETHERNET, zero=3, annotations={"ids": P("dp")})[1].hints
     assert hint.startswith("wire={'dp gradients': 'int8', 'dp parameters': 'int8'}: gradients and parameters over dp")
 
 

@@ -82,12 +82,13 @@ def test_no_plan_has_an_entry_for_each_of_several_like_blocks() -> None:
 
 def test_a_wide_layer_is_cut_alone_where_narrow_ones_are_alike() -> None:
     model = chain(512, 512, 512, 65536, 512)
-    best = shardc.suggest(model, 4, args=(torch.empty(32, 512, device="meta"),), links=MACHINE, fix={"pipeline": None})
+    x, fix = torch.empty(32, 512, device="meta"), {"mesh": "4", "pipeline": None}
+    best = shardc.suggest(model, 4, args=(x,), links=MACHINE, fix=fix)
     by_hand = shardc.compile(
         model,
         shardc.Mesh(tp=4, device_ids=None),
         {"2.weight": shardc.P("tp")},
-        args=(torch.empty(32, 512, device="meta"),),
+        args=(x,),
         links=MACHINE,
     )
     assert {*best[0].annotations} <= {"2.weight", "3.weight"}

@@ -79,8 +79,10 @@ class Plan:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The sizes of the mesh's axes in ascending order."""
-        return tuple(sorted(self.mesh.sizes.values()))
+        """The sizes of the axes that cut anything, in ascending order."""
+        named = {axis for spec in self.annotations.values() for axis in spec.axes}
+        named |= {*(self.zero.axes if self.zero else ()), *([self.pipeline.axis] if self.pipeline else [])}
+        return tuple(sorted(size for name, size in self.mesh.sizes.items() if name in named))
 
     @property
     def options(self) -> dict[str, Any]:
