@@ -69,8 +69,9 @@ def load_target(text: str, options: TargetOptions, mesh: Mesh) -> Target:
     if place == "hf":
         return _transformers_target(name, options, mesh)
     if options.batch or options.seq:
-        problem = "--batch and --seq are for hf: targets, whose inputs are made up"
-        raise UsageError(f"TARGET {text!r}", "a function", problem, "give the function an argument: --set batch=8")
+        size = "batch" if options.batch else "seq"
+        problem = f"--{size} is for hf: targets, whose inputs are made up"
+        raise UsageError(f"TARGET {text!r}", "a function", problem, f"give it an argument: --set {size}=8")
     function = find_function(place, name)
     arguments = _arguments(text, function, options, mesh)
     try:
