@@ -412,8 +412,8 @@ def parallelize(
             DTensors are kept as they are.
         check: when to compare the checksums of plain inputs, which are the whole batch and equal on all ranks: in every
             call (``"always"``), in the ``"first"`` call of each signature, or ``"never"``.
-        seed: the seed of the model's random numbers, such as dropout; by default 0, or that of the Trainer that trains
-            the module. They are the same on every mesh, and new in each step of training. ``torch.manual_seed`` does
+        seed: the seed of the model's random numbers, such as dropout; by default 0, or that of the first Trainer
+            of the module. They are the same on every mesh, and new in each step of training. ``torch.manual_seed`` does
             not change them; ``module.seed = 1`` does.
         weights: values for the model, which may be on meta: a folder of safetensors files, as ``save_pretrained``
             writes it, or a state dict. On a DeviceMesh each rank reads its own shards alone, when the first call is

@@ -16,7 +16,7 @@ from torch import fx
 
 from shardc.capture.decompositions import reduced_casts
 from shardc.language.cut import dims_sharding, extends, factor_cuts
-from shardc.language.mesh import MICROBATCH, Axes, AxisPart, part_ends, split_parts
+from shardc.language.mesh import MICROBATCH, Axes, AxisPart, merge_parts
 from shardc.language.rule import Rule
 from shardc.language.sharding import WHOLE, DimSharding, OpenReductions, Sharding, ceil_div, num_shards, open_reductions
 from shardc.program.node import is_annotation, is_cast, is_uniform
@@ -313,9 +313,15 @@ class _Planner:
 
 
 def _include(parts: Axes, others: Axes) -> bool:
-    """Whether parts of axes cover all coordinates of others."""
-    ends = part_ends(parts + others)
-    return set(split_parts(others, ends)) <= set(split_parts(parts, ends))
+    """Whether parts of axes, joined where they follow each other, include each of the others."""
+    joined = merge_parts(sorted(parts))
+    return all(
+        any(
+            each.name == part.name and each.pre <= part.pre and part.pre * part.size <= each.pre * each.size
+            for each in joined
+        )
+        for part in others
+    )
 
 
 # Claims, and which of them are granted.

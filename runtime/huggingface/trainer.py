@@ -21,19 +21,19 @@ WHO = "a Trainer of a parallel module"
 
 
 def adopt(trainer: Trainer, model: ParallelModule) -> None:
-    """Let a Trainer train a parallel module, with the Trainer's seed if it has none of its own.
+    """Let a Trainer train a parallel module. Raises a ShardingError for arguments that do not fit one.
 
-    Raises a ShardingError for arguments that do not fit one.
+    A module to which no seed was given, and which has not been trained yet, gets that of the Trainer.
     """
-    if not model.shardc.is_seeded:
-        model.shardc.seed = trainer.args.seed
     if not isinstance(trainer, ParallelTrainer):
         kind: Any = type(trainer)
         trainer.__class__ = joined(ParallelTrainer, kind)
+    for name, value, problem, remedy in _misfits(trainer.args, model) if is_on_ranks(model) else ():
+        raise ShardingError(WHO, f"{name}={value!r}", problem, remedy)
+    if not model.shardc.is_seeded and model.shardc.step == 0:
+        model.shardc.seed = trainer.args.seed
     if not is_on_ranks(model):
         return
-    for name, value, problem, remedy in _misfits(trainer.args, model):
-        raise ShardingError(WHO, f"{name}={value!r}", problem, remedy)
     if not is_of_the_job(trainer.accelerator) and _join_job(trainer.args, model):
         trainer.create_accelerator_and_postprocess()  # which adopts the module
         return

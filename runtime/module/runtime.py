@@ -90,7 +90,8 @@ class ModuleRuntime:
         self._latest_states: dict[str, LatestState] = {}  # by the path of the called module, "" for the model
         self._is_compiled = self._returns_whole = self.is_capturing = False
         self._seed, self.step, self.num_compiled = 0, 0, 0
-        self.is_seeded, self._torch_seed = False, torch.initial_seed()
+        self.is_seeded = False
+        self._torch_seed: int | None = torch.initial_seed()  # None once another was warned of
         copies = conversion.copies(model, initial, is_compiled_soon, values)
         self._awaited = copies.awaited  # tensors that get their values when they are placed
         self._values = dict(values or {}) if copies.awaited else {}  # of those; if empty, the first rank's
@@ -376,9 +377,9 @@ class ModuleRuntime:
 
     def _warn_of_seed(self) -> None:
         """Warn once, on the first rank, if torch was seeded after ``parallelize``, whose own seed was not given."""
-        if self.is_seeded or torch.initial_seed() == self._torch_seed:
+        if self.is_seeded or self._torch_seed in (None, torch.initial_seed()):
             return
-        self.is_seeded = True  # by 0, for good
+        self._torch_seed = None
         if 0 in self.conversion.comm.positions:
             who, problem = f"a {type(self.model).__name__}", "its random numbers do not depend on it, but on seed=0"
             text = error_text(who, "torch was seeded after parallelize", problem, "say parallelize(..., seed=)")

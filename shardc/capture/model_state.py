@@ -195,7 +195,7 @@ class _Contents:
         elif depth < MAX_DEPTH:
             if not isinstance(entries, tuple):
                 self._tables.add(entries)
-            for each in entries.values() if isinstance(entries, dict) else entries:
+            for each in chain(entries, entries.values()) if isinstance(entries, dict) else entries:
                 self._add(each, seen, depth + 1)
 
     def is_same(self) -> bool:

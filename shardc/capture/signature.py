@@ -205,7 +205,7 @@ def _contents_fingerprint(value: Any, memo: MutableMapping[int, Hashable], depth
     contents = None if is_large or depth >= MAX_DEPTH else _contents(value)
     if contents is not None and len(contents) <= MAX_ENTRIES:
         return type(value), tuple(
-            (key if type(key) is str else fingerprint(key, memo, depth + 1), fingerprint(entry, memo, depth + 1))
+            (key if type(key) in (str, int) else fingerprint(key, memo, depth + 1), fingerprint(entry, memo, depth + 1))
             for key, entry in contents.items()
         )
     return (type(value), value) if _is_value(value) else Identity(value)
@@ -260,7 +260,7 @@ def entries_of(value: Any) -> dict[Any, Any] | list[Any] | tuple[Any, ...] | Non
     """The dict, list, tuple or attributes that ``fingerprint`` reads of a value; None if it reads anything else."""
     attributes = getattr(value, "__dict__", None)
     if isinstance(value, (dict, list, tuple)):
-        return None if attributes else value
+        return None if attributes is not None else value  # attributes may be added
     is_plain = not isinstance(value, (*READ_OTHERWISE, *BY_IDENTITY)) and not _is_numpy(value)
     return attributes or None if is_plain and not _has_slots(type(value)) else None
 

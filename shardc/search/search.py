@@ -31,6 +31,7 @@ BREADTH = 8
 BREADTH_OF_STAGES = 2  # for the devices of a pipeline's stage
 NUM_SIMPLE, NEAR = 3, 1.02  # short plans that are compiled whole if their time is within this factor of the best
 NEARLY = 1.1  # an estimated peak within this factor of the memory may turn out to fit
+NUM_IDLE = 2  # pairs whose outer axis is idle
 AMPLE = 0.5  # a plan with a peak below this fraction of the memory need not save memory
 GAIN = 0.8  # options are assumed to reduce a plan's time to no less than this fraction
 
@@ -96,14 +97,14 @@ class Search:
         return best[:count]
 
     def finalists(self, count: int) -> list[Found]:
-        """The best plans; those with the fewest annotations of about the same time; and the fastest that nearly fit."""
+        """The best plans, those with the fewest annotations of about the same time, and the fastest that nearly fit."""
         best = self.best(count)
         most = NEAR * best[0].price.seconds if best else 0.0
-        near = [each for each in self._fitting(self.found.values()) if each.price.seconds <= most]
-        near = [each for each in near if self.task.permits(each.plan)]
+        permitted = [each for each in self.found.values() if self.task.permits(each.plan)]
+        near = [each for each in self._fitting(permitted) if each.price.seconds <= most]
         simple = sorted(near, key=lambda each: (len(each.plan.annotations), each.rank(self.task)))[:NUM_SIMPLE]
-        nearly = [each for each in self.found.values() if 1 < each.price.peak / self.task.memory < NEARLY]
-        nearly = sorted((each for each in nearly if self.task.permits(each.plan)), key=lambda each: each.price.seconds)
+        nearly = [each for each in permitted if 1 < each.price.peak / self.task.memory < NEARLY]
+        nearly.sort(key=lambda each: each.price.seconds)
         return list({each.plan: each for each in (*best, *simple, *nearly[:NUM_SIMPLE])}.values())
 
     def tell(self, which: str) -> None:
@@ -160,13 +161,14 @@ class Search:
                 self.price(replace(blank, axes=(Axis("dp", 1),)))
             self._on_shapes([(each,) for each in (*self.data, *self.model, idle)], 1, blank)
             pairs: list[tuple[Cuts, ...]] = list(product(data, (*model, *self.data[:NUM_POOL])))
-            pairs += [(idle, each) for each in (*self.data[:NUM_POOL], *self.model[:NUM_POOL])]
+            with_idle = [(idle, each) for each in (*self.data[:NUM_POOL], *self.model[:NUM_POOL])]
             pairs = self._best_pairs(list(self._allowed(pairs, 2)) or pairs, blank)
             self._on_shapes(pairs, 2, blank)
             self._on_shapes([pair[::-1] for pair in pairs[: self.breadth // 2]], 2, blank)
             if self.task.machine.between is not None:
                 self._on_shapes([(each, each) for each in self.data[:2]], 2, blank)
             every = chain([(each,) * 3 for each in nothing], _triples(pairs, model))
+            self._on_shapes(self._best_pairs(with_idle, blank)[:NUM_IDLE], 2, blank)
             triples = self._allowed(dict.fromkeys(every), 3)
             most = self.breadth // 2 if self.found else 2 * self.breadth  # perhaps only three axes are allowed
             self._on_shapes(list(islice(triples, most)), 3, blank)
@@ -197,7 +199,10 @@ class Search:
         return sorted(every, key=lambda shape: (max(shape) / min(shape), shape[::-1]))
 
     def _on_shapes(self, cuts: Iterable[tuple[Cuts, ...]], num_axes: int, blank: Plan) -> None:
-        """Price plans on all shapes, those aside that are far slower than the fastest that may get all it lacks."""
+        """Price plans on all shapes, except those that are far slower than the fastest.
+
+        A plan that cuts nothing does not count as the fastest if it lacks a fixed stage of ZeRO.
+        """
         able = (each for each in self.found.values() if self.task.allows_zero(each.plan) or each.plan.annotations)
         fastest = min(able, key=lambda each: each.price.seconds, default=None)
         for shape, each in product(self._shapes(num_axes), cuts):
@@ -212,7 +217,7 @@ class Search:
     def _options(self) -> None:
         """Try ZeRO on plans that cut samples alone and on the fastest, and recomputation if memory is to be saved."""
         num_tried, best = 0, float("inf")
-        for base in sorted(self.found.values(), key=_samples_alone_then_time):
+        for base in sorted(self.found.values(), key=self._order_of_bases):
             is_enough = num_tried >= self.breadth * (1 if best < float("inf") else 3)
             if GAIN * base.price.seconds > best and not self.task.is_for_memory:
                 continue
@@ -225,6 +230,10 @@ class Search:
                 variants += [found for each in variants for found in self._with_remat(each.plan)]
             fitting = [each.price.seconds for each in self._fitting(variants)]
             best, num_tried = min([best, *fitting]), num_tried + 1
+
+    def _order_of_bases(self, found: Found) -> tuple[bool, float]:
+        is_last = not (self.task.is_for_memory or _cuts_samples_alone(found.plan))
+        return is_last, found.figure(self.task)
 
     def _fitting(self, found: Iterable[Found]) -> list[Found]:
         fitting = (each for each in found if each.price.peak <= self.task.memory)
@@ -272,12 +281,9 @@ def _triples(pairs: Iterable[tuple[Cuts, ...]], model: Iterable[Cuts]) -> Iterat
         yield from ((first, other, second) for other in (*model, first) if other != second or not other)
 
 
-def _samples_alone_then_time(found: Found) -> tuple[bool, float]:
-    return not _cuts_samples_alone(found.plan), found.price.seconds
-
-
 def _cuts_samples_alone(plan: Plan) -> bool:
-    return all(each.kind == "samples" for axis in plan.axes for each in axis.cuts)
+    kinds = {each.kind for axis in plan.axes for each in axis.cuts}
+    return kinds == {"samples"}
 
 
 def _axes_of_data(plan: Plan) -> tuple[list[str], list[str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -136,18 +136,20 @@ class _Suggesting:
         tensors = tensors_of(self.pricer.few, self.whole.compiler.model, self.task.given)
         search = Search(self.pricer, self.task, self.progress)
         staged: list[Plan] = []
-        with self._until_interrupted(search.found, "compiled"):
+        with self._until_interrupted(search.best, "compiled"):
             search.run(decisions_of(self.pricer.few, tensors))
             refine(search)
             staged = self._with_stages(search)
-        with self._until_interrupted(self.whole.costs, "those compiled by now"):
+        with self._until_interrupted(self.whole.ranked, "those compiled by now"):
             self.whole.compile(each.plan for each in search.finalists(max(NUM_WHOLE, self.top)))
             self.whole.compile(staged)
             if not self.whole.ranked():
                 raise self._nothing()
             compile_variants(self.whole, self.pricer)
-        suggestions = [self._suggestion(plan, search.found) for plan in self._best()]
-        with self._until_interrupted(suggestions, "without hints"):
+        suggestions: list[Suggestion] = []
+        with self._until_interrupted(lambda: suggestions, "without hints"):
+            for plan in self._best():
+                suggestions.append(self._suggestion(plan, search.found))
             suggestions[0] = replace(suggestions[0], hints=hints(self.whole, self.whole.ranked()[0]))
         everything = search.found | {plan: self.whole.found(plan) for plan in self.whole.costs}
         candidates = (_candidate(each) for each in everything.values() if self.task.permits(each.plan))
@@ -155,12 +157,12 @@ class _Suggesting:
         return Suggestions(suggestions, self._bound(), compiled, candidates)
 
     @contextmanager
-    def _until_interrupted(self, found: Sized, how: str) -> Iterator[None]:
-        """In the block Ctrl-C goes on after it, with what was ``found`` by then; raises it if that is nothing."""
+    def _until_interrupted(self, found: Callable[[], Sized], how: str) -> Iterator[None]:
+        """Let a Ctrl-C end the block, and go on after it with what was ``found``; raise it if nothing was."""
         try:
             yield
         except KeyboardInterrupt:
-            if not found:
+            if not found():
                 raise
             self.progress(f"interrupted: the best plans so far are {how}")
 

@@ -77,6 +77,7 @@ def saved_otherwise(whole: WholePlans, blocks: str | None) -> Iterator[Plan]:
     best, task = whole.ranked()[0], whole.task
     fits = whole.fits(best) and not task.is_for_memory
     yield from (replace(best, saved=saved) for saved in task.saved or ())
+    yield from (replace(best, remat=remat) for remat in task.remats if None not in task.remats)
     if blocks is None or (best.remat is None and fits):
         return
     sizes = {axis.name: axis.size for axis in best.axes if axis.size > 1 and not axis.cuts_samples}
@@ -101,7 +102,8 @@ def _copies_too_much(whole: WholePlans, best: Plan, num_pieces: int) -> bool:
 
 def offloaded(whole: WholePlans) -> Iterator[Plan]:
     """The plans that come nearest to fitting, with the optimizer in host memory, and with parameters there too."""
-    nearest = whole.ranked()[:NUM_OFFLOADED]
+    of_mesh = {str(plan.mesh): plan for plan in reversed(whole.ranked())}  # the best of each
+    nearest = [plan for plan in whole.ranked() if of_mesh[str(plan.mesh)] == plan][:NUM_OFFLOADED]
     zeros = {plan: plan.zero or Zero(plan.axes[0].name, 3) for plan in nearest}
     yield from (replace(plan, zero=replace(zero, offload=OPTIMIZER)) for plan, zero in zeros.items())
     yield from (replace(plan, zero=replace(zero, stage=3, offload=PARAMETERS)) for plan, zero in zeros.items())

@@ -87,6 +87,9 @@ def test_a_list_of_fixed_recomputations_allows_no_other() -> None:
     allowed = [None, Remat("blocks.*")]
     found = shardc.suggest(model, 2, args=args, fix={"remat": allowed}, memory=250_000)
     assert all(each.remat in allowed for each in found)
+    either = [Remat("blocks.*"), Remat("blocks.0")]
+    one, other = (first(model, args, 2, fix={"remat": each}) for each in (either, either[::-1]))
+    assert one.seconds == pytest.approx(other.seconds) and one.remat == other.remat == Remat("blocks.0")
 
 
 def test_blocks_that_do_not_exist_are_named() -> None:
@@ -126,10 +129,12 @@ def test_ctrl_c_gives_what_there_is(when: str) -> None:
     assert found and (when != "whole model" or len(found) == len(compiled) - 1)
 
 
-def test_ctrl_c_before_there_is_a_plan_is_one() -> None:
+@pytest.mark.parametrize(("when", "fix"), [("decisions", {}), ("on meshes", {"zero": 3})])
+def test_ctrl_c_before_there_is_a_plan_is_one(when: str, fix: dict[str, Any]) -> None:
     def interrupt(text: str) -> None:
-        raise KeyboardInterrupt
+        if when in text:
+            raise KeyboardInterrupt
 
     model, args = residual()
     with pytest.raises(KeyboardInterrupt):
-        shardc.suggest(model, 4, args=args, progress=interrupt)
+        shardc.suggest(model, 4, args=args, fix=fix, progress=interrupt)

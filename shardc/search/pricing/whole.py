@@ -178,11 +178,12 @@ class WholePlans:
         return list(first.values())
 
     def _has_useless_option(self, plan: Plan) -> bool:
-        """Whether the plan costs the same without ``saved``, or is no better than without ``overlap``."""
-        if plan.saved is not None and self.costs.get(replace(plan, saved=None)) == self.costs[plan]:
-            return True
-        plain = replace(plan, overlap=None)
-        return plan != plain and plain in self.costs and not self.found(plan).is_better(self.found(plain), self.task)
+        """Whether the plan is no better than without ``saved``, or than without ``overlap``."""
+        twins = [replace(plan, saved=None), replace(plan, overlap=None)]
+        return any(
+            twin != plan and twin in self.costs and not self.found(plan).is_better(self.found(twin), self.task)
+            for twin in twins
+        )
 
     def _is_surpassed(self, plan: Plan) -> bool:
         """Whether the plan is better with another ``overlap``."""

@@ -61,6 +61,7 @@ class Model(nn.Module):
         self.table, self.hidden = torch.arange(8, dtype=torch.float64), [nn.LeakyReLU(0.1)]
         self.settings, self.scales, self.names = Settings(), Scales([1.0]), {self.table: "a", torch.ones(8): "b"}
         self.settings.scale, self.settings.shift, self.scales.factor = 1.0, 0.0, 1.0
+        self.others, self.numbers = Scales([1.0]), {torch.tensor(2.0, dtype=torch.float64): "a"}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(self, *args, **kwargs)
@@ -205,6 +206,14 @@ CHANGES: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
     ),
     "an attribute of a list": (
         lambda self, x: self.linear(x) * self.scales.factor, lambda model: setattr(model.scales, "factor", 2.0)
+    ),
+    "a new attribute of a list": (
+        lambda self, x: self.linear(x) * getattr(self.others, "factor", 1.0),
+        lambda model: setattr(model.others, "factor", 2.0),
+    ),
+    "the number of a key": (
+        lambda self, x: self.linear(x) * sum(float(key) for key in self.numbers),
+        lambda model: next(iter(model.numbers)).fill_(5.0),
     ),
     "a key that is a tensor": (
         lambda self, x: self.linear(x) * len(self.names), lambda model: model.names.update({torch.ones(8): "c"})
