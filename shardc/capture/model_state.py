@@ -159,7 +159,7 @@ class _Tables:
     def are_same(self) -> bool:
         """Whether all tables still have the same entries, by identity and in the same order."""
         for table, keys, values in self._dicts:
-            if len(table) != len(values) or not (all(map(is_, table.values(), values)) and all(map(is_, table, keys))):
+            if len(table) != len(values) or not all(map(is_, table.values(), values)) or list(table) != keys:
                 return False
         return all(len(table) == len(values) and all(map(is_, table, values)) for table, values in self._lists)
 
@@ -195,7 +195,7 @@ class _Contents:
         elif depth < MAX_DEPTH:
             if not isinstance(entries, tuple):
                 self._tables.add(entries)
-            for each in chain(entries, entries.values()) if isinstance(entries, dict) else entries:
+            for each in entries.values() if isinstance(entries, dict) else entries:
                 self._add(each, seen, depth + 1)
 
     def is_same(self) -> bool:

@@ -204,10 +204,7 @@ def _contents_fingerprint(value: Any, memo: MutableMapping[int, Hashable], depth
     is_large = isinstance(value, (Mapping, list, tuple, deque, set, frozenset)) and len(value) > MAX_ENTRIES
     contents = None if is_large or depth >= MAX_DEPTH else _contents(value)
     if contents is not None and len(contents) <= MAX_ENTRIES:
-        return type(value), tuple(
-            (key if type(key) in (str, int) else fingerprint(key, memo, depth + 1), fingerprint(entry, memo, depth + 1))
-            for key, entry in contents.items()
-        )
+        return type(value), tuple((key, fingerprint(entry, memo, depth + 1)) for key, entry in contents.items())
     return (type(value), value) if _is_value(value) else Identity(value)
 
 
@@ -228,12 +225,14 @@ def _is_numpy(value: Any) -> bool:
     return numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic))
 
 
-def _contents(value: Any) -> Mapping[Any, Any] | None:
+def _contents(value: Any) -> Mapping[Hashable, Any] | None:
     """The contents of a container or a plain object; None for a value that shows none."""
-    entries = _entries(value)
-    if entries is not None:
-        own = getattr(value, "__dict__", None)  # of an instance of a subclass
-        return entries if not own else {**entries, **{(vars, name): each for name, each in own.items()}}
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, (list, tuple, deque)):
+        return dict(enumerate(value))
+    if isinstance(value, (set, frozenset)):
+        return dict.fromkeys(sorted(value, key=repr))
     if isinstance(value, partial):
         return {"func": value.func, "args": value.args, "keywords": value.keywords}
     if isinstance(value, MethodType):
@@ -241,33 +240,16 @@ def _contents(value: Any) -> Mapping[Any, Any] | None:
     if isinstance(value, BY_IDENTITY):
         return None
     if attributes := getattr(value, "__dict__", None):
-        return attributes_of(value) if _has_slots(type(value)) else attributes
+        return attributes
     return None if _is_value(value) else attributes_of(value) or None  # one without attributes may hide what it holds
-
-
-def _entries(value: Any) -> Mapping[Any, Any] | None:
-    """The entries of a container by key or number; None for a value that is no container."""
-    if isinstance(value, Mapping):
-        return value
-    if isinstance(value, (list, tuple, deque)):
-        return dict(enumerate(value))
-    if isinstance(value, (set, frozenset)):
-        return dict.fromkeys(sorted(value, key=repr))
-    return None
 
 
 def entries_of(value: Any) -> dict[Any, Any] | list[Any] | tuple[Any, ...] | None:
     """The dict, list, tuple or attributes that ``fingerprint`` reads of a value; None if it reads anything else."""
-    attributes = getattr(value, "__dict__", None)
     if isinstance(value, (dict, list, tuple)):
-        return None if attributes is not None else value  # attributes may be added
+        return value
     is_plain = not isinstance(value, (*READ_OTHERWISE, *BY_IDENTITY)) and not _is_numpy(value)
-    return attributes or None if is_plain and not _has_slots(type(value)) else None
-
-
-def _has_slots(kind: type) -> bool:
-    """Whether instances of a class have attributes outside of their ``__dict__``."""
-    return any(vars(each).get("__slots__") for each in kind.__mro__)
+    return getattr(value, "__dict__", None) or None if is_plain else None
 
 
 def attributes_of(value: Any) -> dict[Any, Any]:

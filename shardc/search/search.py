@@ -165,8 +165,7 @@ class Search:
             pairs = self._best_pairs(list(self._allowed(pairs, 2)) or pairs, blank)
             self._on_shapes(pairs, 2, blank)
             self._on_shapes([pair[::-1] for pair in pairs[: self.breadth // 2]], 2, blank)
-            if self.task.machine.between is not None:
-                self._on_shapes([(each, each) for each in self.data[:2]], 2, blank)
+            self._on_shapes([(each, each) for each in self.data[:2]], 2, blank)
             every = chain([(each,) * 3 for each in nothing], _triples(pairs, model))
             self._on_shapes(self._best_pairs(with_idle, blank)[:NUM_IDLE], 2, blank)
             triples = self._allowed(dict.fromkeys(every), 3)

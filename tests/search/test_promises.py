@@ -30,7 +30,7 @@ def first(model: nn.Module, args: tuple[torch.Tensor, ...], devices: int, **aske
     return shardc.suggest(model, devices, args=args, top=1, **asked)[0]
 
 
-@pytest.mark.parametrize("devices", [2, 4, 512], ids=str)
+@pytest.mark.parametrize("devices", [4, 512], ids=str)
 def test_devices_are_idle_where_all_of_them_take_longer_than_one(devices: int) -> None:
     """More ranks than any dim has elements are no error either."""
     model, args = products(64, 128, 64)
@@ -73,7 +73,9 @@ def test_the_bound_is_below_every_step_in_a_fixed_precision() -> None:
     assert 0 < found.bound <= found[0].seconds
 
 
-@pytest.mark.parametrize("remat", [Remat("blocks.*"), Remat("blocks.1"), Remat(budget=10_000)], ids=str)
+@pytest.mark.parametrize(
+    "remat", [Remat("blocks.1"), pytest.param(Remat(budget=10_000), marks=pytest.mark.sweep)], ids=str
+)
 def test_a_fixed_recomputation_is_in_every_plan(remat: Remat) -> None:
     model, args = residual(layers=4)
     found = shardc.suggest(model, 4, args=args, fix={"remat": remat})
@@ -114,19 +116,18 @@ def test_arguments_without_an_effect_are_refused(asked: dict[str, Any], message:
         shardc.suggest(model, 2, args=args, **asked)
 
 
-@pytest.mark.parametrize("when", ["whole model", "with options"])
-def test_ctrl_c_gives_what_there_is(when: str) -> None:
-    """Once, and again while the best plans are compiled whole."""
+def test_ctrl_c_gives_what_there_is() -> None:
+    """The plans that were compiled whole by then."""
     model, args = residual()
     compiled: list[str] = []
 
     def interrupt(text: str) -> None:
         compiled.extend([text] if "whole model" in text else [])
-        if when in text and (when != "whole model" or len(compiled) == 2):
+        if "whole model" in text and len(compiled) == 2:
             raise KeyboardInterrupt
 
     found = shardc.suggest(model, 4, args=args, progress=interrupt)
-    assert found and (when != "whole model" or len(found) == len(compiled) - 1)
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize(("when", "fix"), [("decisions", {}), ("on meshes", {"zero": 3})])

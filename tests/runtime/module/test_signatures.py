@@ -34,20 +34,6 @@ class Batch:
     scale: float = 1.0
 
 
-class Slotted:
-    """A class with a slot; its subclasses have attributes too."""
-
-    __slots__ = ("scale",)
-
-
-class Settings(Slotted):
-    """An attribute and a slot of its base."""
-
-
-class Scales(list[float]):
-    """A list with attributes."""
-
-
 class Model(nn.Module):
     """A linear layer and a function that is given the model and the call's arguments."""
 
@@ -59,9 +45,6 @@ class Model(nn.Module):
         self.sizes, self.config, self.activation = [1, 2], SimpleNamespace(scale=1.0, inner={"shift": 0}), torch.sin
         self.factor = torch.tensor(2.0, dtype=torch.float64)
         self.table, self.hidden = torch.arange(8, dtype=torch.float64), [nn.LeakyReLU(0.1)]
-        self.settings, self.scales, self.names = Settings(), Scales([1.0]), {self.table: "a", torch.ones(8): "b"}
-        self.settings.scale, self.settings.shift, self.scales.factor = 1.0, 0.0, 1.0
-        self.others, self.numbers = Scales([1.0]), {torch.tensor(2.0, dtype=torch.float64): "a"}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(self, *args, **kwargs)
@@ -200,23 +183,6 @@ CHANGES: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
     "deep in a config": (
         lambda self, x: self.linear(x) + self.config.inner["shift"],
         lambda model: model.config.inner.update(shift=1),
-    ),
-    "a slot": (
-        lambda self, x: self.linear(x) * self.settings.scale, lambda model: setattr(model.settings, "scale", 2.0)
-    ),
-    "an attribute of a list": (
-        lambda self, x: self.linear(x) * self.scales.factor, lambda model: setattr(model.scales, "factor", 2.0)
-    ),
-    "a new attribute of a list": (
-        lambda self, x: self.linear(x) * getattr(self.others, "factor", 1.0),
-        lambda model: setattr(model.others, "factor", 2.0),
-    ),
-    "the number of a key": (
-        lambda self, x: self.linear(x) * sum(float(key) for key in self.numbers),
-        lambda model: next(iter(model.numbers)).fill_(5.0),
-    ),
-    "a key that is a tensor": (
-        lambda self, x: self.linear(x) * len(self.names), lambda model: model.names.update({torch.ones(8): "c"})
     ),
     "a function": (
         lambda self, x: self.activation(self.linear(x)), lambda model: setattr(model, "activation", torch.cos)
