@@ -300,7 +300,7 @@ class _Planner:
             return False
         is_sum = len(ride.operands) > 1
         cut = [part for claim in claims if not (is_sum and claim.is_of_result) for part in claim.cut.all_axes]
-        axes = tuple(part for part, _ in ride.partial)
+        axes = [part for part, _ in ride.partial]
         if any(part.overlaps(other) for part in axes for other in cut):
             return False
         program = self.arrivals.program
@@ -309,19 +309,8 @@ class _Planner:
             return True
         if is_cast(node):
             return node in self.gradient_casts
-        return propagated is not None and _include(propagated.cut_axes, axes)
-
-
-def _include(parts: Axes, others: Axes) -> bool:
-    """Whether parts of axes, joined where they follow each other, include each of the others."""
-    joined = merge_parts(sorted(parts))
-    return all(
-        any(
-            each.name == part.name and each.pre <= part.pre and part.pre * part.size <= each.pre * each.size
-            for each in joined
-        )
-        for part in others
-    )
+        cutting = () if propagated is None else merge_parts(sorted(propagated.cut_axes))
+        return all(any(each.includes(part) for each in cutting) for part in axes)
 
 
 # Claims, and which of them are granted.

@@ -13,7 +13,6 @@ from shardc.cli import CHECK_FAILED, GOOD
 from shardc.cli.arguments import DTYPES, add_command, add_output_options, add_search_options
 from shardc.cli.compile import annotations_of, check_output, load, write
 from shardc.language.cluster import cluster
-from shardc.language.errors import UsageError
 from shardc.language.machine import Machine
 from shardc.language.mesh import Mesh
 from shardc.language.record import json_text
@@ -39,18 +38,10 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Search, and write the best plans. CHECK_FAILED if none fits in memory; Ctrl-C writes the best so far."""
     check_output(options.output)
-    machine = _machine(options)
+    machine = cluster(options.links, options.device, options.devices, options.nodes)
     found = _suggested(options, machine)
     write(FORMS[options.format](found), options.output)
     return CHECK_FAILED if found.suggestions[0].excess else GOOD
-
-
-def _machine(options: argparse.Namespace) -> Machine:
-    """The machine of the command line. Raises an OptionError before a model is loaded."""
-    if options.nodes == 1 and options.links and "," in options.links and "=" not in options.links:
-        problem, remedy = "one node has no link to another", "say --nodes 2, or one link alone"
-        raise UsageError(f"--links {options.links}", "without --nodes", problem, remedy)
-    return cluster(options.links, options.device, options.devices, options.nodes)
 
 
 def _suggested(options: argparse.Namespace, machine: Machine) -> Suggested:

@@ -41,10 +41,10 @@ def cluster(links: Any, device: Device | str | None, devices: int, nodes: int) -
         device = load(device).device
     if isinstance(links, Machine):
         return links if device is None else machine_of(links, device)
-    links = _each(links)
-    inside, between, measured = _links(links)
-    if nodes == 1 and len(links) > 1:
-        problem, remedy = "one node has no link to another", "say nodes=2, or one link alone"
+    each = _each(links)
+    inside, between, measured = _links(each)
+    if nodes == 1 and len(each) > 1:
+        problem, remedy = "one node has no link to another", "say 2 nodes, or one link alone"
         raise OptionError("links", f"{links!r}, of 1 node", problem, remedy)
     if nodes > 1 and between is None:
         known = ", ".join(LINKS)

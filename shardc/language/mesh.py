@@ -42,6 +42,11 @@ class AxisPart:
             return self == other
         return self.pre < other.pre * other.size and other.pre < self.pre * self.size
 
+    def includes(self, other: AxisPart) -> bool:
+        """Whether this part has every coordinate of the other."""
+        is_inside = self.pre <= other.pre and other.pre * other.size <= self.pre * self.size
+        return self.name == other.name and is_inside
+
 
 Axes = tuple[AxisPart, ...]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import floor, log
 
@@ -48,6 +48,14 @@ class Found:
 def _rounded(figure: float) -> int:
     """A whole number that is nearly always the same for figures that are equal up to rounding."""
     return floor(log(figure) / EQUAL) if figure > 0 else 0
+
+
+def first_of_each(plans: Iterable[Plan], kind: Callable[[Plan], object]) -> list[Plan]:
+    """The first plan of each kind, in their order."""
+    first: dict[object, Plan] = {}
+    for plan in plans:
+        first.setdefault(kind(plan), plan)
+    return list(first.values())
 
 
 def frontier(found: Iterable[Found]) -> list[Found]:

@@ -161,13 +161,13 @@ class Search:
                 self.price(replace(blank, axes=(Axis("dp", 1),)))
             self._on_shapes([(each,) for each in (*self.data, *self.model, idle)], 1, blank)
             pairs: list[tuple[Cuts, ...]] = list(product(data, (*model, *self.data[:NUM_POOL])))
-            with_idle = [(idle, each) for each in (*self.data[:NUM_POOL], *self.model[:NUM_POOL])]
             pairs = self._best_pairs(list(self._allowed(pairs, 2)) or pairs, blank)
             self._on_shapes(pairs, 2, blank)
             self._on_shapes([pair[::-1] for pair in pairs[: self.breadth // 2]], 2, blank)
             self._on_shapes([(each, each) for each in self.data[:2]], 2, blank)
-            every = chain([(each,) * 3 for each in nothing], _triples(pairs, model))
+            with_idle = [(idle, each) for each in (*self.data[:NUM_POOL], *self.model[:NUM_POOL])]
             self._on_shapes(self._best_pairs(with_idle, blank)[:NUM_IDLE], 2, blank)
+            every = chain([(each,) * 3 for each in nothing], _triples(pairs, model))
             triples = self._allowed(dict.fromkeys(every), 3)
             most = self.breadth // 2 if self.found else 2 * self.breadth  # perhaps only three axes are allowed
             self._on_shapes(list(islice(triples, most)), 3, blank)

@@ -17,7 +17,7 @@ from shardc.language.mesh import Mesh
 from shardc.language.partition import P
 from shardc.options import Remat, check_call, check_model
 from shardc.report.suggest.records import Candidate
-from shardc.search.found import Found
+from shardc.search.found import Found, first_of_each
 from shardc.search.hints import hints
 from shardc.search.pipelines import Estimate, num_stages_of, with_stages
 from shardc.search.pricing.compiling import REFUSALS
@@ -168,10 +168,8 @@ class _Suggesting:
 
     def _best(self) -> list[Plan]:
         """The best plans, one for each mesh and set of options."""
-        first: dict[object, Plan] = {}
-        for plan in self.whole.ranked():
-            first.setdefault((str(plan.mesh), f"{plan.options}"), plan)
-        return list(first.values())[: self.top]
+        plans = first_of_each(self.whole.ranked(), lambda plan: (str(plan.mesh), f"{plan.options}"))
+        return plans[: self.top]
 
     def _with_stages(self, search: Search) -> list[Plan]:
         """The plans with a pipeline that are worth compiling, by estimates."""

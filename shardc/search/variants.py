@@ -9,6 +9,7 @@ from math import inf
 
 from shardc.options import AUTO, Remat, Zero
 from shardc.options.zero import HOST, OPTIMIZER, PARAMETERS
+from shardc.search.found import first_of_each
 from shardc.search.pricing.price import Pricer
 from shardc.search.pricing.whole import WholePlans
 from shardc.search.space.plan import Plan
@@ -102,8 +103,7 @@ def _copies_too_much(whole: WholePlans, best: Plan, num_pieces: int) -> bool:
 
 def offloaded(whole: WholePlans) -> Iterator[Plan]:
     """The plans that come nearest to fitting, with the optimizer in host memory, and with parameters there too."""
-    of_mesh = {str(plan.mesh): plan for plan in reversed(whole.ranked())}  # the best of each
-    nearest = [plan for plan in whole.ranked() if of_mesh[str(plan.mesh)] == plan][:NUM_OFFLOADED]
+    nearest = first_of_each(whole.ranked(), lambda plan: str(plan.mesh))[:NUM_OFFLOADED]
     zeros = {plan: plan.zero or Zero(plan.axes[0].name, 3) for plan in nearest}
     yield from (replace(plan, zero=replace(zero, offload=OPTIMIZER)) for plan, zero in zeros.items())
     yield from (replace(plan, zero=replace(zero, stage=3, offload=PARAMETERS)) for plan, zero in zeros.items())

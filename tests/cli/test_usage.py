@@ -367,9 +367,9 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
     ),
     "a link between nodes where there is one": (
         [*SUGGEST, "--links", "nvlink,infiniband"], 2,
-        "shardc: --links nvlink,infiniband: without --nodes\n"
+        "shardc: links: 'nvlink,infiniband', of 1 node\n"
         "  one node has no link to another\n"
-        "  say --nodes 2, or one link alone",
+        "  say 2 nodes, or one link alone",
     ),
     "a file of links that is not there": (
         [*SUGGEST, "--links", "DIR/none.json"], 2,

@@ -20,7 +20,7 @@ from shardc.program.idle_axes import idle_axes
 from shardc.program.program import Program
 from shardc.program.stages import has_stages
 from shardc.program.traffic import collectives_of
-from shardc.search.found import Found
+from shardc.search.found import Found, first_of_each
 from shardc.search.pricing.compiling import REFUSALS
 from shardc.search.pricing.price import Price
 from shardc.search.space.plan import Plan
@@ -171,11 +171,8 @@ class WholePlans:
         plans = [plan for plan in self.costs if not self._has_useless_option(plan)]
         kinds = {plan: (plan.shape, repr(replace(self.costs[plan], idle=()))) for plan in plans}
         surpassed = {kinds[plan] for plan in plans if self._is_surpassed(plan)}
-        first: dict[object, Plan] = {}
-        for plan in sorted(plans, key=lambda plan: self.found(plan).rank(self.task)):
-            if kinds[plan] not in surpassed:
-                first.setdefault(kinds[plan], plan)
-        return list(first.values())
+        plans.sort(key=lambda plan: self.found(plan).rank(self.task))
+        return first_of_each((plan for plan in plans if kinds[plan] not in surpassed), kinds.__getitem__)
 
     def _has_useless_option(self, plan: Plan) -> bool:
         """Whether the plan is no better than without ``saved``, or than without ``overlap``."""
