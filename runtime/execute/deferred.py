@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
+from shardc.program.coding.nodes import state_of
+
 from .lower import PartGraph
 from .part import Env, PartRunner
 from .rewrite import with_sums, with_takers
@@ -27,8 +29,9 @@ class Deferred:
     """A backward part whose ``deferred`` calls may run once for several backwards.
 
     ``slots``: those of the program's nodes. ``kept``: the slots that the part returns. ``open``: the slots to be added
-    up, which only deferred calls read at the end. The total of slot i is in slot ``len(slots)`` + i. ``taken``:
-    gradients that a function may take, as in ``with_takers``.
+    up, which only deferred calls read at the end; residuals and momenta, which these read too, are given to the last
+    run. The total of slot i is in slot ``len(slots)`` + i. ``taken``: gradients that a function may take, as in
+    ``with_takers``.
     """
 
     def __init__(self, calls: Sequence[fx.Node], deferred: Collection[fx.Node], slots: Mapping[fx.Node, int],
@@ -38,7 +41,8 @@ class Deferred:
         self._now = [node for node in calls if node not in deferred]
         self._later = [node for node in calls if node in deferred]
         self._deferred = {slots[node] for node in self._later}
-        self.open = {slots[each] for node in self._later for each in node.all_input_nodes} - self._deferred
+        read = {(each, node) for node in self._later for each in node.all_input_nodes if each not in deferred}
+        self.open = {slots[each] for each, node in read if each not in state_of(node)}
         self.closing = PartRunner(lower(self._later, self._now), self._kept)
         self._parts: dict[tuple[bool, bool, bool, bool], PartRunner] = {}
 

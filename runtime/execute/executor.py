@@ -74,7 +74,7 @@ class Runner:
     ) -> tuple[Rows, Sums]:  # fmt: skip
         raise NotImplementedError
 
-    def close(self, sums: Sums) -> Rows:
+    def close(self, sums: Sums, inputs: Sequence[Values]) -> Rows:
         raise NotImplementedError
 
     def keeps_input(self, index: int) -> bool:
@@ -254,17 +254,21 @@ class Executor(Runner):
         sums = [] if is_last else [{slot: env[slot] for slot in self._deferred.open} for env in envs]
         return [self._collect(env, "backward") for env in envs], sums
 
-    def close(self, sums: Sums) -> Rows:
-        """Run the deferred reductions. Returns for each rank the ``deferred`` gradients, with None for the others."""
-        envs = [list(self._blank) for _ in sums]
+    def close(self, sums: Sums, inputs: Sequence[Values]) -> Rows:
+        """Run the deferred reductions. Returns for each rank their results, with None for all others.
+
+        ``inputs``: the residuals and momenta that they read, a row for each rank in the order of the program's inputs.
+        """
+        envs = self._envs(inputs)
         move(sums, envs)
         self._run(self._deferred.closing, envs)
         return [self._collect(env, "backward") for env in envs]
 
     @cached_property
     def deferred(self) -> frozenset[int]:
-        slots = {self._slots[node] for node in self._deferrable}
-        return frozenset(i for slot, i in self._results_by_part["backward"] if slot in slots)
+        slots, outputs = {self._slots[node] for node in self._deferrable}, self.program.outputs
+        results = self._results_by_part["backward"]
+        return frozenset(i for slot, i in results if slot in slots and outputs[i].kind == "gradient")
 
     @cached_property
     def _deferrable(self) -> frozenset[fx.Node]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +16,23 @@ from torch.optim.optimizer import Optimizer
 from shardc.language.errors import OrderError, ShardingError
 from shardc.options import Momentum
 
+from ..module.accumulation import at_end_of_backward, reduce_now
 from ..module.optimizer import VARIANCE_STEPS, StepWatcher, check_unscaling
 
 Parameters = Callable[[], Mapping[str, Tensor]]
+
+
+@dataclass(slots=True)
+class Sent:
+    """The gradient of a parameter that is a momentum, or will be one.
+
+    ``backward``: the last backward that added to it; ``version``: that of the gradient after it. ``has_momentum``:
+    whether the momentum is in it, so that further gradients are added without one.
+    """
+
+    backward: int = -1
+    version: int = -1
+    has_momentum: bool = False
 
 
 class MomentumSteps(StepWatcher):
@@ -27,8 +43,8 @@ class MomentumSteps(StepWatcher):
 
     The optimizer's state of such a parameter gets ``variance_steps``: the number of gradients in its variance, which is
     less than the number of steps. State: the ``_optimizer``, known from its first step or from a checkpoint; ``sent``,
-    the parameters whose ``.grad`` is now a momentum, by id, each with the number of the backward that made it;
-    ``hidden``, during a step of the optimizer: parameter group, parameter and gradient of each that is stepped here.
+    by id, the parameters whose ``.grad`` is now a momentum, or will be once it is reduced; ``hidden``, during a step of
+    the optimizer: parameter group, parameter and gradient of each that is stepped here.
     """
 
     sees_begin = True
@@ -37,7 +53,7 @@ class MomentumSteps(StepWatcher):
         super().__init__()
         self.option, self._parameters = option, parameters
         self._optimizer: Callable[[], Optimizer | None] = lambda: None
-        self.sent: dict[int, int] = {}
+        self.sent: dict[int, Sent] = {}
         self.hidden: list[tuple[dict[str, Any], Tensor, Tensor]] = []
         check_unscaling()
 
@@ -62,30 +78,57 @@ class MomentumSteps(StepWatcher):
             problem = "the loss is scaled, the momentum is not"
             raise ShardingError(self.option.text, "with a GradScaler", problem, "use bfloat16 without one")
 
+    def note_backward(self, names: Iterable[str]) -> None:
+        """Note a backward whose gradients of the named parameters become momenta; without names they are gradients.
+
+        Raises an OrderError if a gradient exists that is neither a momentum nor a part of one, or was changed.
+        """
+        own, backward = self._own(names), torch._C._current_graph_task_id()
+        if not own:
+            self.sent.clear()
+        for name, parameter in own:
+            sent = self.sent.get(id(parameter))
+            if parameter.grad is not None and (sent is None or sent.version != parameter.grad._version):
+                what, problem = f"parameter {name!r} has a gradient already", "a momentum cannot be added to it"
+                remedy = "call optimizer.zero_grad(set_to_none=True) before it, and change gradients after the last one"
+                raise OrderError("backward", what, problem, remedy)
+            self._momentum(name, parameter)
+            if sent is None or (parameter.grad is None and sent.backward != backward):
+                sent = self.sent[id(parameter)] = Sent()
+            sent.backward = backward
+        if own:
+            at_end_of_backward(partial(self._note_versions, [each for _, each in own]))
+
+    def _note_versions(self, parameters: Iterable[Tensor]) -> None:
+        for each in parameters:
+            if id(each) in self.sent and each.grad is not None:
+                self.sent[id(each)].version = each.grad._version
+
     def of(self, names: Iterable[str]) -> list[Tensor]:
-        """The momenta of the named parameters, whose ``.grad`` counts as a momentum from now on."""
+        """The momenta of the named parameters, to which gradients are added; zeros if ``.grad`` has them already."""
+        pairs = [(name, each, self.sent[id(each)]) for name, each in self._own(names)]
+        momenta = [(self._momentum(name, each), sent.has_momentum) for name, each, sent in pairs]
+        return [torch.zeros_like(momentum) if is_sent else momentum for momentum, is_sent in momenta]
+
+    def note_sent(self, names: Iterable[str]) -> None:
+        """Note that momenta were sent: further gradients are added to them."""
+        for _, each in self._own(names):
+            self.sent[id(each)].has_momentum = True
+
+    def _own(self, names: Iterable[str]) -> list[tuple[str, Tensor]]:
         parameters = self._parameters()
-        return [self._momentum(name, parameters[name]) for name in names]
+        return [(name, parameters[name]) for name in names]
 
     def _momentum(self, name: str, parameter: Tensor) -> Tensor:
-        """The momentum of a parameter. Raises an OrderError if it has a gradient, to which no momentum can be added."""
-        optimizer, backward = self._optimizer(), torch._C._current_graph_task_id()
-        if parameter.grad is not None or self.sent.get(id(parameter)) == backward:
-            what, problem = f"parameter {name!r} has a gradient already", "a momentum is that of one loss"
-            remedy = "call optimizer.zero_grad(set_to_none=True) before it, and give whole batches"
-            raise OrderError("backward", what, problem, remedy)
+        """The optimizer's momentum of a parameter. Raises a ShardingError if it has none."""
+        optimizer = self._optimizer()
         state = {} if optimizer is None else optimizer.state.get(parameter, {})
         if "exp_avg" not in state:
             what, problem = f"parameter {name!r}", "its optimizer has no momentum of it"
             remedy = "let all parameters be trained before, by one torch.optim.Adam or AdamW"
             raise ShardingError(self.option.text, what, problem, remedy)
-        self.sent[id(parameter)] = backward
         momentum: Tensor = state["exp_avg"]
         return momentum
-
-    def note_whole_gradients(self) -> None:
-        """Note that the gradients of a backward are whole gradients, not momenta."""
-        self.sent.clear()
 
     def note_begin(self, optimizer: Optimizer, has_closure: bool) -> None:
         """Hide the gradients of parameters that are stepped here, so that the optimizer skips these parameters."""
@@ -95,6 +138,7 @@ class MomentumSteps(StepWatcher):
         watched = {id(each) for each in self.watched()}
         pairs = [(group, each) for group in optimizer.param_groups for each in group["params"] if id(each) in watched]
         self._check(optimizer, {id(group): group for group, _ in pairs}.values(), has_closure and self.is_sent)
+        reduce_now(each for _, each in pairs)
         self.hidden = [
             (group, each, each.grad)
             for group, each in pairs

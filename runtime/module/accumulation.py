@@ -200,6 +200,12 @@ def reduce_now(parameters: Iterable[Tensor]) -> None:
             piece.deferred.result(piece.output)
 
 
+def at_end_of_backward(callback: Any) -> None:
+    """Call a function once the running backward has put all gradients into ``.grad``."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(callback)
+
+
 def separate_rows(rows: Sequence[Values], tangents: Sequence[Values], own: Container[int] = ()) -> Rows:
     """The gradients of each position in memory of their own; a row that several microbatches share stays one row.
 

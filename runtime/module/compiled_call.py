@@ -31,7 +31,7 @@ from ..agreement.program import ProgramText
 from ..comm.dtensor import local
 from ..comm.failure import telling_others
 from ..execute.deferred import Sums
-from ..execute.executor import Runner, SavedEnvs, without_autocast
+from ..execute.executor import Rows, Runner, SavedEnvs, without_autocast
 from ..execute.part import Values
 from ..feedback.feedback import Feedback
 from ..tensor.reduction import complete_norms
@@ -39,6 +39,7 @@ from ..tier.stepping import Gradients
 from .accumulation import (
     Accumulation,
     DeferredReduction,
+    at_end_of_backward,
     deferred_gradient,
     deferred_reduction_of,
     reduce_now,
@@ -67,8 +68,8 @@ class CompiledCall:
     sizes, at the sizes of the call.
 
     Inputs and outputs of the program are given by index. ``_saved_inputs`` and ``_saved_outputs``: those whose memory
-    backward reads; ``_copied_inputs``: the saved inputs that forward writes. ``_own_gradients``: gradients that share
-    no memory with others.
+    backward reads; ``_copied_inputs``: the saved inputs that forward writes. ``_momenta``: by input, the names of the
+    parameters whose momentum is sent. ``_own_gradients``: gradients that share no memory with others.
     """
 
     def __init__(self, compilation: Compilation, conversion: Conversion, runner: Runner,
@@ -81,6 +82,7 @@ class CompiledCall:
         self._indices = indices = ProgramIndices.of(self.program)
         nodes = zip(self.program.placeholders, self.program.inputs, strict=True)
         self._inputs = [self._converter(node, put) for node, put in nodes]
+        self._momenta = {i: put.name for i, put in enumerate(self.program.inputs) if put.kind == "momentum"}
         self._names = [
             ((put.kind, put.name), put.kind != "parameter" or bool(node.users))
             for node, put in zip(self.program.placeholders, self.program.inputs, strict=True)
@@ -201,12 +203,10 @@ class CompiledCall:
         ``gradients``: those of the outputs. ``deferred``: the parameters whose gradients may be reduced later, by index
         of the program's outputs. ``stepped``: takes the gradients of parameters, which are then not returned.
         """
-        residuals = self._residuals()
+        if self.feedback.momentum is not None:
+            self.feedback.momentum.note_backward(self._momenta.values())
         starts = self._shards(self._tangents(gradients))
-        tangents = [list(row) for row in starts]
-        for i, each in {**residuals, **self._momenta()}.items():
-            for row, piece in zip(tangents, self._inputs[i].to_shards(each), strict=True):
-                row[i] = piece
+        tangents = self._with_feedback(starts)
         reduction: DeferredReduction | None = None
         if deferred:
             columns, reduction = self._accumulate(saved, tangents, keep, deferred)
@@ -218,9 +218,7 @@ class CompiledCall:
                 else:
                     rows, _ = self.runner.accumulate(saved, tangents, keep, totals, True, takers)
             columns = list(zip(*separate_rows(rows, starts, self._own_gradients), strict=True))
-        for i, residual in residuals.items():
-            output = self._indices.residuals[i]
-            self._outputs[output].write(residual, _present(columns[output]))
+        self._keep_feedback(columns)
         results: list[Tensor | None] = [None] * len(self.program.inputs)
         tier = self.conversion.tier
         for i, output in self._indices.gradients.items():
@@ -232,24 +230,33 @@ class CompiledCall:
                 results[i] = self._outputs[output].to_tensor(shards, i in plain)
         return results
 
-    def _residuals(self) -> dict[int, Tensor]:
-        """The residuals of gradients from the last step, by index of the program's inputs."""
-        found: dict[int, Tensor] = {}
-        for i in self._indices.residuals:
-            node, put = self.program.placeholders[i], self.program.inputs[i]
-            zeros = partial(self._inputs[i].zeros, put.type.dtype)
-            found[i] = self.feedback.residuals.tensor(put.name, put.type, self.program.sharding(node), zeros)
-        return found
+    def _with_feedback(self, rows: Sequence[Values]) -> Rows:
+        """Rows of inputs with what codes left out of gradients before, and with the momenta that are sent."""
+        states = {i: self._residual(i) for i in self._indices.residuals}
+        if self._momenta:
+            assert self.feedback.momentum is not None
+            states |= zip(self._momenta, self.feedback.momentum.of(self._momenta.values()), strict=True)
+        result = [list(row) for row in rows]
+        for i, state in states.items():
+            for row, piece in zip(result, self._inputs[i].to_shards(state), strict=True):
+                row[i] = piece
+        return result
 
-    def _momenta(self) -> dict[int, Tensor]:
-        """The optimizer's momentum of parameters, by index of the program's inputs."""
-        steps = self.feedback.momentum
-        found = {i: put.name for i, put in enumerate(self.program.inputs) if put.kind == "momentum"}
-        if steps is None:
-            return {}
-        if not found:
-            steps.note_whole_gradients()
-        return dict(zip(found, steps.of(found.values()), strict=True))
+    def _keep_feedback(self, columns: Columns) -> None:
+        """Keep what codes left out of the gradients in ``columns``, and note the momenta among these."""
+        if self._momenta:
+            assert self.feedback.momentum is not None
+            found = (self.program.outputs[i].name for i in self._indices.gradients.values() if _present(columns[i]))
+            self.feedback.momentum.note_sent(set(found).intersection(self._momenta.values()))
+        for i, output in self._indices.residuals.items():
+            if shards := _present(columns[output]):
+                self._outputs[output].write(self._residual(i), shards)
+
+    def _residual(self, index: int) -> Tensor:
+        """What codes left out of a gradient, by index of the program's inputs."""
+        node, put = self.program.placeholders[index], self.program.inputs[index]
+        zeros = partial(self._inputs[index].zeros, put.type.dtype)
+        return self.feedback.residuals.tensor(put.name, put.type, self.program.sharding(node), zeros)
 
     def _tangents(self, gradients: Values) -> list[Tensor | None]:
         """The incoming gradients of the outputs as inputs of the program; zeros for outputs without one."""
@@ -354,8 +361,11 @@ class CompiledCall:
             self.gate.enter(Entry(Kind.REDUCE, self.gate.digest))
         self.accumulation.note_read()
         with torch.no_grad(), telling_others(), without_autocast(self.conversion.comm.device):
-            rows = separate_rows(self.runner.close(sums), [()] * len(sums))
-        return self._reduced(list(zip(*rows, strict=True)))
+            states = self._with_feedback([[None] * len(self.program.inputs) for _ in sums])
+            rows = separate_rows(self.runner.close(sums, states), [()] * len(sums))
+        columns = list(zip(*rows, strict=True))
+        self._keep_feedback(columns)
+        return self._reduced(columns)
 
     def _reduced(self, columns: Columns) -> dict[int, Tensor]:
         gradients = {i: _present(columns[i]) for i in self.runner.deferred}
@@ -426,12 +436,6 @@ class ProgramFunction(torch.autograd.Function):
             refuse: Any = torch._C._functions.DelayedError(message, len(results))
             results = refuse(*(each if each is None else each.detach().requires_grad_() for each in results))
         return None, *results
-
-
-def at_end_of_backward(callback: Any) -> None:
-    """Call a function once the running backward has put all gradients into ``.grad``."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(callback)
 
 
 def _is_accumulated(node: Any) -> bool:

@@ -19,8 +19,8 @@ class Momentum:
 
     The error of a ``1bit`` or ``topk`` gradient would disturb the variance. That of a momentum does not, since momentum
     changes slowly. From then on ``.grad`` of the parameters concerned holds the momentum, which ``torch.optim.Adam`` or
-    ``AdamW`` takes. A step has the gradients of one backward: none may exist when that begins. Sources: Tang et al.
-    2021 (1-bit Adam), Lu et al. 2022 (0/1 Adam).
+    ``AdamW`` takes. Several backwards may add to it, if nothing else changes it in between. Sources: Tang et al. 2021
+    (1-bit Adam), Lu et al. 2022 (0/1 Adam).
 
     ``after``: the number of first steps, with whole gradients, until the variance is stable: a fifth of training.
     ``every``: one later step in ``every`` has whole gradients too, and renews the variance; by default none has.

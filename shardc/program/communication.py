@@ -21,7 +21,7 @@ from shardc.ops.attention.rules import RINGS, ring_attention_backward
 from shardc.ops.contraction import DOT_RINGS, gather_dots
 from shardc.ops.piece import fit
 from shardc.ops.tier import fetch, offload
-from shardc.program.coding.nodes import CODINGS, codec_name, is_decode, is_encode, is_step
+from shardc.program.coding.nodes import CODINGS, adds_state, codec_name, is_decode, is_encode, is_step, state_of
 from shardc.program.collective import (
     COLLECTIVES,
     EXCHANGES,
@@ -34,7 +34,7 @@ from shardc.program.collective import (
     wire_bytes,
     wire_bytes_total,
 )
-from shardc.program.node import descendants, is_free, is_getitem, operand, operands
+from shardc.program.node import ancestors, descendants, is_free, is_getitem, operand, operands
 from shardc.program.program import Program, ends_of, parameters_of
 
 Size = Any  # an int; a sympy.Expr where sizes have names
@@ -357,20 +357,22 @@ def deferrable(program: Program) -> frozenset[fx.Node]:
 
     They are the ``all_reduce``s whose results reach only gradients of parameters, through linear ops, and those ops.
     Under stage 1 of ``Zero`` a ``reduce_scatter`` may wait too; in other stages it makes a gradient smaller at once. If
-    gradients are offloaded, no sum may wait, since the device has no room for it. If codes leave something out of
-    gradients, none may wait either, since the next backward adds what they left out.
+    gradients are offloaded, no sum may wait, since the device has no room for it. Residuals and momenta are added to
+    such sums, and what codes leave out of them is computed with them.
     """
-    if any(output.kind == "residual" for output in program.outputs):
-        return frozenset()
     zero = program.options.zero
     if zero is not None and zero.stage != 1 and program.options.offloaded is not None:
         return frozenset()
     kinds = {"all_reduce", "reduce_scatter"} if zero is not None and zero.stage == 1 else {"all_reduce"}
-    return frozenset(_closed(program, {node for node in only_to_gradients(program) if _reduces(node, kinds)}))
+    closed = _closed(program, {node for node in only_to_gradients(program) if _reduces(node, kinds)})
+    beside = {each for node in closed for each in state_of(node) if each.op == "call_function"}
+    return frozenset(closed | ancestors(*beside))
 
 
 def _reduces(node: fx.Node, kinds: Collection[str]) -> bool:
     """Whether a node begins a sum over ranks of one of these kinds."""
+    if adds_state(node):
+        return any(_reduces(user, kinds) for user in node.users)
     if is_encode(node):
         return node.args[0] in kinds
     parts = members(node)
@@ -409,7 +411,7 @@ def _closed(program: Program, reductions: set[fx.Node]) -> set[fx.Node]:
     while True:
         reached = {node: descendants(node) - {program.output_node} for node in reductions}
         closed = set().union(*reached.values())
-        joined = {each for each in closed - reductions if not set(each.all_input_nodes) <= closed}
+        joined = {each for each in closed - reductions if set(each.all_input_nodes) - closed - set(state_of(each))}
         if not joined:
             return closed
         reductions = {node for node in reductions if not reached[node] & joined}

@@ -33,8 +33,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.ops.codes import BEFORE, add_residual, decode_rows, encode_rows, left_out_rows, mix_momentum, sum_dtype
+from shardc.ops.codes import (
+    BEFORE,
+    INDEX,
+    add_residual,
+    decode_rows,
+    encode_rows,
+    left_out_rows,
+    mix_momentum,
+    sum_dtype,
+)
 from shardc.ops.codes import add_codes as add_rows
+from shardc.program.node import operand
 from shardc.wire import VALUES
 
 Arguments = tuple[tuple[Any, ...], ...]  # for each value, the arguments of its collective after the axes
@@ -83,6 +93,19 @@ CODINGS: set[Any] = {
     *(encode, add_codes, decode, with_residual, with_momentum, left_out),
     *(encode_rows, add_rows, decode_rows, add_residual, mix_momentum, left_out_rows),
 }
+
+
+def adds_state(node: fx.Node) -> bool:
+    """Whether a node adds a residual or a momentum to a gradient, whole or local."""
+    return node.target in (with_residual, with_momentum, add_residual, mix_momentum)
+
+
+def state_of(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The operands of a node that are no gradients: residuals, a momentum, the index of this rank."""
+    if adds_state(node):
+        return (operand(node, 1),)
+    index: Any = node.args[INDEX] if node.target in (left_out, left_out_rows) else None
+    return (*residuals_before(node), *((index,) if isinstance(index, fx.Node) else ()))
 
 
 def residuals_before(node: fx.Node) -> tuple[fx.Node, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -170,6 +171,39 @@ def _resumed(mesh: Any, codec: str, stage: Any, folder: Path, is_compiled: bool)
 
 def _bits(parallel: nn.Module) -> list[bytes]:
     return [whole(each).detach().numpy().tobytes() for each in parallel.parameters()]
+
+
+@pytest.mark.parametrize("stage", [None, 1, 2])
+def test_codes_of_several_backwards_are_sent_once(gloo: GlooPool, stage: Literal[1, 2] | None) -> None:
+    """Under stage 2 in each, but for small gradients. Either way these and what is left out are the sums."""
+    counts = (1, 1, 3, 3, 2, 4, 4)
+    for found in gloo.run(_sent_by_backwards, stage, counts):
+        assert [round(each) for each in found] == [*(counts if stage == 2 else (1, 1, 2, 1, 1, 2, 1))]
+
+
+def _sent_by_backwards(stage: Literal[1, 2] | None, counts: Sequence[int]) -> tuple[float, ...]:
+    """For each step of several backwards, how many times the bytes of codes of one backward it has sent."""
+    (model, _), mesh = net(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    zero = None if stage is None else Zero("dp", stage)
+    parallel = shardc.parallelize(model, mesh, DATA | TENSOR, wire={"dp": "1bit"}, zero=zero)
+    traffic, generator, found = parallel.shardc.conversion.comm.traffic[0], torch.Generator().manual_seed(1), []
+    before = dict.fromkeys(dict(model.named_parameters()), 0.0)
+    for count in counts:
+        traffic.clear()
+        for each in (model, parallel):
+            each.zero_grad()
+        for _ in range(count):
+            x, y = torch.randn(8, 60, generator=generator).double(), torch.randint(35, (8,), generator=generator)
+            for each in (model, parallel):
+                each(x, y).backward()
+        gradients = {name: whole(each.grad) for name, each in parallel.named_parameters()}
+        residuals = {name: whole(each).sum(0) for name, (each,) in parallel.shardc.feedback.residuals.by_name().items()}
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(gradients[name] + residuals[name] - before[name], parameter.grad, msg=name)
+        codes = [each for each in parallel.program.collectives if each.codec and each.kind == "all_to_all"]
+        found.append(traffic.bytes["all_to_all"] / sum(each.wire_bytes for each in codes))
+        before = residuals
+    return tuple(found)
 
 
 @pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 3, "tp": 2}, {"dp": 8}])

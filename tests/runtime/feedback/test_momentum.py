@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,19 @@ PLANS = {
 
 
 @pytest.fixture
-def lossless(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def lossless() -> Iterator[None]:
+    with lossless_codec():
+        yield
+
+
+@contextmanager
+def lossless_codec() -> Iterator[None]:
     """A codec with feedback that leaves out nothing."""
     find_codec.cache_clear()
-    monkeypatch.setitem(CODECS, LOSSLESS, Codec(LOSSLESS, 1, 1, 0.0, has_feedback=True))
-    monkeypatch.setitem(codes.CASTS, LOSSLESS, torch.float64)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(CODECS, LOSSLESS, Codec(LOSSLESS, 1, 1, 0.0, has_feedback=True))
+        patch.setitem(codes.CASTS, LOSSLESS, torch.float64)
+        yield
     find_codec.cache_clear()
 
 
@@ -60,17 +68,22 @@ def batches(dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(8, 40, generator=generator).to(dtype) for _ in range(STEPS)]
 
 
-def expected(option: Momentum, steps: int = STEPS, further: int | None = None) -> list[Tensor]:
-    """The parameters of one device, whose variance is renewed in steps with whole gradients alone; ``further``: one."""
+def expected(
+    option: Momentum, steps: int = STEPS, further: int | None = None, data: Sequence[Sequence[Tensor]] = ()
+) -> list[Tensor]:
+    """The parameters of one device, whose variance is renewed in steps with whole gradients alone; ``further``: one.
+
+    ``data``: for each step the batches whose losses are added; by default one batch.
+    """
     model = net(torch.float64)
     first, second = OPTIONS["betas"]  # type: ignore[misc]
     states = [[torch.zeros_like(each) for _ in range(2)] for each in model.parameters()]
     renewed = 0
-    for i, x in enumerate(batches(torch.float64)[:steps]):
+    for i, xs in enumerate(data or [[x] for x in batches(torch.float64)[:steps]]):
         is_renewed = option.every is not None and (i - option.after + 1) % option.every == 0
         is_whole = i < option.after or is_renewed or i == further
         renewed += is_whole
-        gradients = torch.autograd.grad(model(x), list(model.parameters()))
+        gradients = torch.autograd.grad(torch.stack([model(x) for x in xs]).sum(), list(model.parameters()))
         with torch.no_grad():
             for parameter, (mean, variance), gradient in zip(model.parameters(), states, gradients, strict=True):
                 mean.lerp_(gradient, 1 - first)
@@ -214,13 +227,14 @@ def test_an_optimizer_that_does_something_else_is_refused(make: Any, options: di
 
 def test_what_has_no_momentum_is_refused() -> None:
     parallel, optimizer, x = started(Momentum(2), torch.optim.AdamW)
-    optimizer.zero_grad()
-    parallel(x).backward()
-    with pytest.raises(OrderError, match="set_to_none"):  # gradients that are accumulated
+    optimizer.zero_grad(set_to_none=False)
+    with pytest.raises(OrderError, match="set_to_none"):
         parallel(x).backward()
     optimizer.zero_grad()
-    with pytest.raises(OrderError, match="a momentum is that of one loss"):
-        (parallel(x) + parallel(2 * x)).backward()
+    parallel(x).backward()
+    nn.utils.clip_grad_norm_(parallel.parameters(), 1e-3)
+    with pytest.raises(OrderError, match="a momentum cannot be added to it"):
+        parallel(x).backward()
     optimizer.zero_grad()
     with pytest.raises(ShardingError, match="a closure"):
         optimizer.step(lambda: parallel(x))
@@ -228,6 +242,50 @@ def test_what_has_no_momentum_is_refused() -> None:
     optimizer.zero_grad()
     parallel(x).backward()
     optimizer.step()
+
+
+COUNTS = (1, 1, 1, 1, 1, 3, 3, 2, 4, 4, 1, 3)  # backwards of a step
+WAYS = ("one by one", "as one loss", "of other sizes", "read in between", "dropped before")
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_has_the_gradients_of_all_backwards_and_the_momentum_once(gloo: GlooPool, way: str, name: str) -> None:
+    """On virtual ranks, which reduce in each backward, and on those of a job, which do when a gradient is read."""
+    sizes, annotations = PLANS[name]
+    step_by_backwards(Mesh(**sizes), annotations, way)
+    gloo.run(on_gloo, sizes, annotations, way)
+
+
+def on_gloo(sizes: dict[str, int], annotations: dict[str, P], way: str) -> None:
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    step_by_backwards(mesh, annotations, way)
+
+
+def step_by_backwards(mesh: Any, annotations: dict[str, P], way: str) -> None:
+    """Take steps of several backwards, and compare the parameters with those of one device."""
+    option, generator = Momentum(4, every=5), torch.Generator().manual_seed(2)
+    rows = [[4 * (1 + k % 3) if way == "of other sizes" else 4 for k in range(count)] for count in COUNTS]
+    data = [[torch.randn(size, 40, generator=generator).double() for size in sizes] for sizes in rows]
+    with lossless_codec():
+        parallel = shardc.parallelize(
+            net(torch.float64), mesh, {"x": P("dp"), **annotations}, wire={"dp": LOSSLESS}, momentum=option
+        )
+        optimizer = torch.optim.AdamW(parallel.parameters(), **OPTIONS)  # type: ignore[arg-type]
+        for xs in data:
+            optimizer.zero_grad()
+            if way == "dropped before":
+                parallel(xs[0]).backward()
+                optimizer.zero_grad()
+            if way == "as one loss":
+                torch.stack([parallel(x) for x in xs]).sum().backward()
+            else:
+                for x in xs:
+                    parallel(x).backward()
+                    assert way != "read in between" or whole(parallel.up.weight.grad).isfinite().all()
+            optimizer.step()
+        for (path, found), wanted in zip(parallel.named_parameters(), expected(option, data=data), strict=True):
+            torch.testing.assert_close(whole(found.detach()), wanted, rtol=1e-10, atol=1e-12, msg=path)
 
 
 def test_a_loss_that_is_scaled_is_refused() -> None:
