@@ -29,7 +29,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.language.errors import OptionError
 from shardc.language.mesh import NO_CODES, Axes, merge_parts, part_ends, split_parts
 from shardc.language.partition import parse_parts
 from shardc.language.sharding import WHOLE, DimSharding, Sharding, TensorType, ceil_div, num_shards
@@ -51,7 +50,7 @@ from shardc.program.communication import bucket, members, results
 from shardc.program.lifetime import split
 from shardc.program.node import operand
 from shardc.program.program import Program
-from shardc.program.stages import Crossing, has_stages, stages_of
+from shardc.program.stages import TIMED, Crossing, has_stages, stages_of
 from shardc.wire import VALUES, Codec
 
 
@@ -69,8 +68,9 @@ def encode_collectives(program: Program) -> Program:
     for message in messages:
         _encode_message(program, *message)
     fed = {node for node, steps in coded.items() if contents.feeds_back(node, steps)}
-    if fed and has_stages(program):
-        raise _no_feedback(coded[min(fed)])
+    for node in fed & _timed(program):  # one residual would have to go from microbatch to microbatch
+        del coded[node]
+    fed &= coded.keys()
     residuals = Residuals(program, fed)
     for node, steps in coded.items():
         with program.graph.inserting_before(node):
@@ -82,11 +82,10 @@ def encode_collectives(program: Program) -> Program:
     return program
 
 
-def _no_feedback(steps: Sequence[Step]) -> OptionError:
-    name = next(codec.name for _, codec in steps if codec.has_feedback)
-    what = f"{name!r} for gradients, whose stages are on ranks of their own"
-    problem = "what it leaves out is added in the next step, which a pipeline does not do"
-    return OptionError("option wire", what, problem, "say int8 or int4, or leave pipeline out")
+def _timed(program: Program) -> set[fx.Node]:
+    """The calls that run for each microbatch of a pipeline."""
+    stages = stages_of(program).stages if has_stages(program) else ()
+    return {node for stage in stages for part in TIMED for node in stage.parts[part]}
 
 
 Message = tuple[fx.Node, Codec, Crossing, tuple[fx.Node, ...]]
@@ -208,7 +207,8 @@ class _Coded:
         found = [residual_of(self.program, value) for value in values]
         types, shardings = zip(*found, strict=True)
         index = self._own_index(axes) if rests else None
-        before = tuple(operand(each, 1) for each in values if each.target is with_residual)
+        given = () if has_stages(self.program) else values  # a pipeline may drop the gradients that it computes
+        before = tuple(operand(each, 1) for each in given if each.target is with_residual)
         call = (kind, axes, args, codec.name, share, types[0].shape[0], codes, index, tuple(rests), before, *values)
         result = self._insert(left_out, call, types if len(types) > 1 else types[0])
         self.program.set_sharding(result, shardings if len(types) > 1 else shardings[0])

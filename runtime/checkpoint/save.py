@@ -29,6 +29,7 @@ from .region import Block, choose_writers
 from .state import State, Stored, block_of, state_to_save, unwrapped
 
 FILE_BYTES = 2**32  # most bytes of tensors in one file, unless a single block has more
+MERGED = ("optimizer", "residuals")  # sections of values of which ranks of a pipeline have different parts
 
 
 class Save:
@@ -303,8 +304,8 @@ def write_shares(request: Request, folder: Path) -> dict[str, Any]:
         for key, each in request.state.tensors.items()
         if each.is_saved and each.layout.position == 0
     }
-    values, optimizer = request.state.values, request.state.values.get("optimizer")
-    values = values if request.ranks.is_first else {"optimizer": optimizer} if optimizer is not None else {}
+    values = request.state.values
+    values = values if request.ranks.is_first else {name: values[name] for name in MERGED if name in values}
     aliases = request.state.aliases
     return {"files": files, "pieces": pieces, "tensors": tensors, "aliases": aliases, "values": values}
 
@@ -346,13 +347,19 @@ def joined(request: Request, reports: Sequence[Mapping[str, Any]]) -> Index:
 
 
 def _add_values(values: dict[str, Any], report: Mapping[str, Any]) -> None:
-    """Add the values of a rank; those of an optimizer are merged, since ranks may have different parameters."""
-    if "optimizer" not in values or "optimizer" not in report:
-        values.update(report)
-        return
-    own = values["optimizer"]
-    own["state"].update(report["optimizer"]["state"])
-    for group in report["optimizer"]["groups"]:
+    """Add the values of a rank, and merge sections of which ranks have different parts."""
+    for name, value in report.items():
+        if name not in values:
+            values[name] = value
+        elif name == "optimizer":
+            _add_optimizer(values[name], value)
+        else:
+            values[name].update(value)
+
+
+def _add_optimizer(own: dict[str, Any], other: Mapping[str, Any]) -> None:
+    own["state"].update(other["state"])
+    for group in other["groups"]:
         same = next((each for each in own["groups"] if each["options"] == group["options"]), None)
         if same is None:
             own["groups"].append(group)

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shardc.language.errors import CheckpointError
+from shardc.program.program import residual_owner
 
 from ..comm.dtensor import own_part
 from ..module.module import ParallelModule
@@ -91,7 +92,9 @@ def state_to_save(module: nn.Module, optimizer: Optimizer | None, others: Mappin
     if isinstance(module, ParallelModule):
         state.values["random"] = {"seed": module.shardc.seed, "step": module.shardc.step}
         if residuals := module.shardc.feedback.residuals.by_name():
-            state.values["residuals"] = _encoded("residuals", residuals, state, ranks)
+            state.values["residuals"] = {
+                name: _residuals(module, name, each, state, ranks) for name, each in residuals.items()
+            }
         if module.shardc.outer is not None and (early := module.shardc.outer.early_by_name()):
             state.values["outer"] = _encoded("outer", early, state, ranks)
     if optimizer is not None:
@@ -145,6 +148,15 @@ def _encoded(section: str, value: Any, state: State, ranks: Ranks) -> Any:
     encoded = encode(value, (section,), tensors)
     for key, each in tensors.items():
         state.tensors[key] = Stored(tuple(each.shape), own_part(each), layout_of(each, ranks, key))
+    return encoded
+
+
+def _residuals(module: nn.Module, name: str, residuals: list[Tensor], state: State, ranks: Ranks) -> Any:
+    """The encoded residuals of a gradient, which the first stage saves that holds its parameter."""
+    tensors: dict[str, Tensor] = {}
+    encoded, is_saved = encode(residuals, ("residuals", name), tensors), is_saved_here(module, residual_owner(name))
+    for key, each in tensors.items():
+        state.tensors[key] = Stored(tuple(each.shape), own_part(each), layout_of(each, ranks, key), is_saved)
     return encoded
 
 

@@ -44,8 +44,11 @@ def without_autocast(device: torch.device) -> AbstractContextManager[None]:
 class Runner:
     """Runs the parts of one program, as ``Executor`` does. By default it defers no reductions and keeps no values.
 
-    Each runner has its own type for the values ``saved`` for backward.
+    Each runner has its own type for the values ``saved`` for backward. ``computes_in_forward``: whether ``forward``
+    computes the gradients too, and takes residuals.
     """
+
+    computes_in_forward = False
 
     def update(self, inputs: Sequence[Values], into: Sequence[Values] = ()) -> Rows:
         raise NotImplementedError
@@ -76,6 +79,10 @@ class Runner:
 
     def close(self, sums: Sums, inputs: Sequence[Values]) -> Rows:
         raise NotImplementedError
+
+    def reads_input(self, index: int) -> bool:
+        """Whether a rank of this process reads an input."""
+        return True
 
     def keeps_input(self, index: int) -> bool:
         """Whether an input is saved for backward."""

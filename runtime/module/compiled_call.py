@@ -161,6 +161,7 @@ class CompiledCall:
         """Run the forward part. Returns the outputs, and the values saved for backward."""
         with without_autocast(self.conversion.comm.device):
             inputs = self._shards(values)
+            inputs = self._with_feedback(inputs) if self.runner.computes_in_forward else inputs
             gathered = None if self.gather is None else self.gather(values, inputs)
             rows, saved = self.runner.forward(inputs, gathered)
         columns: Columns = list(zip(*rows, strict=True))
@@ -206,7 +207,7 @@ class CompiledCall:
         if self.feedback.momentum is not None:
             self.feedback.momentum.note_backward(self._momenta.values())
         starts = self._shards(self._tangents(gradients))
-        tangents = self._with_feedback(starts)
+        tangents = starts if self.runner.computes_in_forward else self._with_feedback(starts)
         reduction: DeferredReduction | None = None
         if deferred:
             columns, reduction = self._accumulate(saved, tangents, keep, deferred)
@@ -232,7 +233,7 @@ class CompiledCall:
 
     def _with_feedback(self, rows: Sequence[Values]) -> Rows:
         """Rows of inputs with what codes left out of gradients before, and with the momenta that are sent."""
-        states = {i: self._residual(i) for i in self._indices.residuals}
+        states = {i: self._residual(i) for i in self._indices.residuals if self.runner.reads_input(i)}
         if self._momenta:
             assert self.feedback.momentum is not None
             states |= zip(self._momenta, self.feedback.momentum.of(self._momenta.values()), strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import torch
 from torch import fx
@@ -38,6 +39,9 @@ class StepGradients:
     scale: float
 
 
+OF_BACKWARD = ("gradient", "residual")  # kinds of outputs that backward returns
+
+
 class PipelineRunner(Runner):
     """Runs a pipeline: its forward runs a whole step, and its backward scales the gradients of that step.
 
@@ -48,6 +52,8 @@ class PipelineRunner(Runner):
     Inputs and results have a row for each position of the program: for each microbatch, the stage's ranks. Nothing is
     kept between steps.
     """
+
+    computes_in_forward = True
 
     def __init__(self, program: Program, comm: Comm, here: Sequence[int] | None = None,
                  channel: Channel | None = None) -> None:  # fmt: skip
@@ -60,6 +66,8 @@ class PipelineRunner(Runner):
         own = [stage for stage, rank in enumerate(place) if rank in self.here]
         self.stage_runners = {stage: StageRunner(self.stages, stage, comm) for stage in own}
         self.results = StageResults(self.stages)
+        parts = [part for stage in own for part in self.stages.stages[stage].parts.values()]
+        self._calls = {node for part in parts for node in part}
         self.readers = {
             name: tuple(dict.fromkeys(place[stage] for stage in sorted(stages)))
             for name, stages in self.stages.holders.items()
@@ -78,9 +86,9 @@ class PipelineRunner(Runner):
         if self.host is not None:
             on_host = self._stored_on_host(inputs)
             rows = in_place_of_parameters(rows, [owner in on_host for _, owner, _ in ends_of(self.program)], self.host)
-        is_gradient = [output.kind == "gradient" for output in self.program.outputs]
+        is_late = [output.kind in OF_BACKWARD for output in self.program.outputs]
         outputs, gradients = (
-            [[value if kind == of else None for value, of in zip(row, is_gradient, strict=True)] for row in rows]
+            [[value if kind == of else None for value, of in zip(row, is_late, strict=True)] for row in rows]
             for kind in (False, True)
         )
         return outputs, StepGradients(gradients, scale)
@@ -107,9 +115,13 @@ class PipelineRunner(Runner):
         factor = next(value for value in tangents[0] if value is not None) / saved.scale
         if not keep and factor.device.type == "cpu" and bool(factor == 1):  # kept gradients are not handed out
             return rows
-        values = {id(value): value for row in rows for value in row if value is not None}
+        is_gradient = [output.kind == "gradient" for output in self.program.outputs]
+        values = {id(value): value for row in rows for value in compress(row, is_gradient) if value is not None}
         scaled = {key: value * factor.to(value.device) for key, value in values.items()}
-        return [[None if value is None else scaled[id(value)] for value in row] for row in rows]
+        return [[value if value is None else scaled.get(id(value), value) for value in row] for row in rows]
+
+    def reads_input(self, index: int) -> bool:
+        return not self._calls.isdisjoint(self.program.placeholders[index].users)
 
     def with_tangents(self, rows: Sequence[Values], scale: float) -> Rows:
         """The inputs of all positions, with ``scale`` as the tangents."""

@@ -13,7 +13,7 @@ from shardc.costs.count import nbytes, stored_bytes
 from shardc.costs.ledger import Block, Ledger, bytes_of
 from shardc.costs.replay import ledgers_of
 from shardc.program.lifetime import split
-from shardc.program.program import Program, inputs_of
+from shardc.program.program import Program, residuals_of
 
 CURVE_CLASSES = ("parameters", "inputs", "gathered", "saved", "outputs", "gradients", "working")
 
@@ -46,7 +46,7 @@ def memory_on(program: Program, ledger: Ledger, count: Callable[[Iterable[Block]
     """The bytes by class of one rank. ``count``: adds up the bytes of blocks, by default at the program's sizes."""
     stored, options = stored_bytes(program, ledger.parameters), program.options
     offloaded = stored.pop("offloaded")
-    residuals = sum(nbytes(program.local_type(node)) for node in inputs_of(program, "residual").values())
+    residuals = sum(nbytes(program.local_type(node)) for node in residuals_of(program, ledger.parameters))
     further = {"offloaded": offloaded} if options.offloads else {}
     further |= {"saved_below": count(ledger.saved_below)} if ledger.saved_below else {}
     further |= {"residuals": residuals} if residuals else {}

@@ -50,7 +50,7 @@ from shardc.program.communication import (
 )
 from shardc.program.lifetime import Parts, owners_of, split, stored_below
 from shardc.program.node import ancestors, arguments, is_getitem, operand
-from shardc.program.program import Program, Value, parameters_of
+from shardc.program.program import Program, Value, inputs_of, parameters_of, residuals_of
 from shardc.program.stages import PARTS_OF, TIMED, Crossing, Stages, has_stages, is_cut_in_time, stages_of
 from shardc.schedules.schedule import ALL, COMPUTE, SENDS, Action, Schedule
 
@@ -299,7 +299,10 @@ class _RankReplay(_Replay):
     def _hold_inputs(self) -> None:
         """Allocate the inputs, data for all microbatches. If stages are offloaded, each has its own parameters."""
         inputs, parameters = Env(), set(parameters_of(self.program).values())
-        for node in self.program.placeholders:
+        away = {*inputs_of(self.program, "residual").values()}.difference(
+            residuals_of(self.program, self.ledger.parameters)
+        )
+        for node in (each for each in self.program.placeholders if each not in away):
             times = self.schedule.num_microbatches if is_cut_in_time(self.program.sharding(node)) else 1
             if node not in parameters or (self.resident is None and node in self.parameters):
                 inputs[node] = tuple(self.new((node, 0)) for _ in range(times))

@@ -65,7 +65,7 @@ class Momentum:
             raise OptionError(self.text, what, problem, "say wire={'dp': '1bit'}")
         unfit = (
             ("zero", zero, "a rank has a part of the momentum"),
-            ("pipeline", pipeline, "its stages have no feedback"),
+            ("pipeline", pipeline, "it computes gradients before a backward asks for them"),
         )
         for name, given, problem in unfit:
             if given is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -479,6 +479,17 @@ def ends_of(program: Program) -> Iterator[End]:
         else:
             kind = PLACEHOLDERS.get(output.kind, "")
             yield output, stored.get((kind, output.name)), result
+
+
+def residual_owner(name: str) -> str:
+    """The parameter of a residual. A gradient that is summed in several steps has several, which end in numbers."""
+    return name.partition(":")[0]
+
+
+def residuals_of(program: Program, parameters: Collection[str]) -> list[fx.Node]:
+    """The residuals of gradients on a rank that stores these parameters."""
+    elsewhere = parameters_of(program).keys() - set(parameters)
+    return [node for name, node in inputs_of(program, "residual").items() if residual_owner(name) not in elsewhere]
 
 
 OF_BACKWARD = ("tangent", "residual", "momentum")  # kinds of inputs that backward takes

@@ -32,7 +32,7 @@ from shardc.program.collective import Collective, adds_microbatches, wire_bytes_
 from shardc.program.communication import RowCount, axes_of, collective_at, is_collective, is_sent, joined_type, members
 from shardc.program.lifetime import split
 from shardc.program.node import ancestors, descendants, is_getitem, operand, reached
-from shardc.program.program import Program, parameters_of
+from shardc.program.program import Program, parameters_of, residual_owner
 from shardc.program.provenance import Phase, StageCrossing, cause_text
 
 SCHEDULED: tuple[Part, ...] = ("forward", "input_gradient", "weight_gradient")
@@ -162,6 +162,7 @@ def cached_on_program(function: Callable[[Program], Result]) -> Callable[[Progra
 
 
 Calls = dict[Part, tuple[fx.Node, ...]]
+OF_PARAMETERS = ("gradient", "computed", "residual")  # kinds of results that belong to a parameter
 
 
 @cached_on_program
@@ -330,7 +331,7 @@ def _results(kinds: ValueKinds, stage: int, holders: Mapping[fx.Node, set[int]])
     rank_of = pipeline.place(kinds.program.num_stages)
     here = [each for each, rank in enumerate(rank_of) if rank == rank_of[stage]]
     for node, output in zip(kinds.program.results, kinds.program.outputs, strict=True):
-        owner = parameters.get(output.name) if output.kind in ("gradient", "computed") else None
+        owner = parameters.get(residual_owner(output.name)) if output.kind in OF_PARAMETERS else None
         first = min((each for each in here if owner is None or each in holders[owner]), default=None)
         if node is not None and node not in kinds.timed and first == stage:
             yield node

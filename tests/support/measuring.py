@@ -17,6 +17,7 @@ from shardc.language.words import Part
 from shardc.ops.attention.products import tiled_workspace
 from shardc.ops.attention.ring import TILE, mask_workspace
 from shardc.ops.attention.tiled import TILED, TILED_BACKWARD, TILED_MASK_BACKWARD
+from shardc.program.program import residual_owner
 from shardc.runtime.comm.comm import REDUCE, Comm
 from shardc.runtime.comm.simulated import SimulatedComm
 from shardc.runtime.execute.executor import Executor
@@ -253,7 +254,11 @@ class MeasuringRun(ScheduleRun):
         moves = self.runner.host is not None  # then copies of parameters on the device count as computed values
         for slot, put in enumerate(self.runner.program.inputs):
             rows = self.inputs[i :: self.width] if self.runner.is_timed[slot] else self.inputs[i : i + 1]
-            if put.kind != "parameter" or (put.name in held and not moves):
+            if put.kind == "residual":
+                is_here = residual_owner(put.name) in held
+            else:
+                is_here = put.kind != "parameter" or (put.name in held and not moves)
+            if is_here:
                 yield from (row[slot] for row in rows if row[slot] is not None)  # type: ignore[misc]
 
     def _held(self, i: int) -> Iterator[Any]:

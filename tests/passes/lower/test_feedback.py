@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 
 import shardc
-from shardc import Mesh, P, Pipeline, Zero, compile
+from shardc import Mesh, P, Zero, compile
 from shardc.language.errors import OptionError
 from shardc.program.coding.nodes import left_out
 from shardc.runtime.simulator import simulate
@@ -238,7 +238,7 @@ def test_a_gradient_that_is_no_number_leaves_nothing_behind() -> None:
 
 
 def test_feedback_is_for_gradients_and_for_what_a_key_names() -> None:
-    """Parameters and activations are sent as they are, where a key is an axis alone; a pipeline has no feedback."""
+    """Parameters and activations are sent as they are, where a key is an axis alone."""
     model, call = net(torch.float32)
     mesh, zero = Mesh(dp=2, tp=2), Zero("dp", 3)
     compiled = compile(model, mesh, DATA | TENSOR, args=call, zero=zero, wire={"dp": "1bit", "tp": "topk:0.1"})
@@ -248,8 +248,6 @@ def test_feedback_is_for_gradients_and_for_what_a_key_names() -> None:
     named = compiled.recompile(wire={"dp parameters": "1bit", "tp activations": "topk:0.1"})
     assert {each.axes for each in named.collectives if each.codec} == {("dp",), ("tp",)}
     assert not any(put.kind == "residual" for put in named.program.inputs)
-    with pytest.raises(OptionError, match="a pipeline does not do"):
-        compile(model, Mesh(dp=2, pp=2), DATA, args=call, pipeline=Pipeline("pp", 2), wire={"dp": "1bit"})
 
 
 @pytest.mark.parametrize("name", ["topk", "topk:0", "topk:0.6", "topk:x", "2bit", "topk:nan"])
