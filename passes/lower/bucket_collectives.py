@@ -182,8 +182,11 @@ def _gathers(program: Program, sizes: Mapping[fx.Node, int], where: Mapping[fx.N
 def _key(contents: Contents, node: fx.Node, part: Member) -> tuple[object, ...]:
     """The properties that collectives of one bucket share."""
     program = contents.program
-    coded = (contents.content(node), contents.steps(node)) if contents.wire else ()
-    return part.kind, part.args[0], program.type(node).dtype, program.source(node).phase, *coded
+    alike = part.kind, part.args[0], program.type(node).dtype, program.source(node).phase
+    if not contents.wire:
+        return alike
+    # Values that are too few for their codec stay apart from those that are meant by none, to which it would apply.
+    return *alike, contents.content(node), contents.steps(node), tuple(contents.codecs(node).items())
 
 
 def _join(program: Program, nodes: list[fx.Node], like: fx.Node, place: fx.Node) -> None:

@@ -49,7 +49,7 @@ from shardc.program.collective import (
 from shardc.program.communication import bucket, members, results
 from shardc.program.lifetime import split
 from shardc.program.node import operand
-from shardc.program.program import Program
+from shardc.program.program import Program, inputs_of, residual_owner
 from shardc.program.stages import TIMED, Crossing, has_stages, stages_of
 from shardc.wire import VALUES, Codec
 
@@ -79,7 +79,21 @@ def encode_collectives(program: Program) -> Program:
             user.args = (result, user.args[1])
         node.replace_all_uses_with(result)
         program.graph.erase_node(node)
+    if program.options.momentum is not None:
+        program.notes = (*program.notes, *_without_momentum(program, program.options.momentum))
     return program
+
+
+def _without_momentum(program: Program, option: Momentum) -> Iterator[str]:
+    """A note of the parameters whose gradients are sent in codes with feedback, and not in their momentum."""
+    momenta = inputs_of(program, "momentum")
+    names = dict.fromkeys(residual_owner(name) for name in inputs_of(program, "residual"))
+    if without := [name for name in names if name not in momenta]:
+        shown = ", ".join(without[:3]) + (f" and {len(without) - 3} more" if len(without) > 3 else "")
+        yield (
+            f"{option.text} sends no momentum of {shown}: their gradients are not in float32, or not complete after "
+            "one sum; in codes they disturb Adam's variance"
+        )
 
 
 def _timed(program: Program) -> set[fx.Node]:
@@ -169,7 +183,8 @@ class _Coded:
         axes = parse_parts(self.parts[0].args[0], self.mesh)
         found = [self.residuals.results.get(each, []) for each in results(self.node, self.parts[index])]
         type_ = program.value_type(program.value(value))
-        if self.kind != "all_reduce" or sharding.partial_axes != axes or type_.dtype != self.dtype or not any(found):
+        is_complete = self.kind == "all_reduce" and set(sharding.partial_axes) == set(axes)
+        if not is_complete or type_.dtype != self.dtype or not any(found):
             return value
         name = next(names[0] for names in found if names)
         complete = replace(sharding, partial=())

@@ -45,7 +45,7 @@ class Runner:
     """Runs the parts of one program, as ``Executor`` does. By default it defers no reductions and keeps no values.
 
     Each runner has its own type for the values ``saved`` for backward. ``computes_in_forward``: whether ``forward``
-    computes the gradients too, and takes residuals.
+    takes residuals and computes the gradients too; in place of new residuals ``backward`` then returns their changes.
     """
 
     computes_in_forward = False
@@ -100,7 +100,7 @@ class SavedEnvs:
     envs: tuple[Env, ...]
 
     def take(self, keep: bool, used_up: Collection[int]) -> tuple[Env, ...]:
-        """Return the envs, and free them unless ``keep`` is set. Raises a RuntimeError if they were freed before.
+        """Return the envs, and free them unless ``keep`` is set. Raises an OrderError if they were freed before.
 
         ``used_up``: the slots whose memory the backward run overwrites; with ``keep`` they are cloned.
         """
@@ -210,7 +210,7 @@ class Executor(Runner):
 
         Returns for each rank the gradients, in the order of the program's outputs, with None for the others. The
         ``takers``, one for each rank, get their gradients as they are computed; for these, too, it returns None. Frees
-        the saved values unless ``keep`` is set. Raises a RuntimeError if they were freed before.
+        the saved values unless ``keep`` is set. Raises an OrderError if they were freed before.
         """
         part = self._bwd_taken if takers else self._bwd
         envs = self._filled(saved.take(keep, part.used_up), tangents)

@@ -23,16 +23,30 @@ Parameters = Callable[[], Mapping[str, Tensor]]
 
 
 @dataclass(slots=True)
-class Sent:
-    """The gradient of a parameter that is a momentum, or will be one.
+class StepGradient:
+    """The gradient of a parameter in a step, from one backward or several.
 
-    ``backward``: the last backward that added to it; ``version``: that of the gradient after it. ``has_momentum``:
-    whether the momentum is in it, so that further gradients are added without one.
+    ``is_whole``: it is no momentum, and will be none. ``has_momentum``: the momentum is in it, so that further
+    gradients are added without one. ``backward``: the last backward that added to it; after that one ``gradient`` and
+    ``version`` are the ``.grad`` and its version.
     """
 
-    backward: int = -1
-    version: int = -1
+    is_whole: bool
     has_momentum: bool = False
+    backward: int = -1
+    gradient: weakref.ref[Tensor] | None = None
+    version: int = -1
+
+    def note(self, gradient: Tensor | None) -> None:
+        """Note the ``.grad`` after a backward."""
+        if gradient is not None:
+            self.gradient, self.version = weakref.ref(gradient), gradient._version
+
+    def is_intact(self, gradient: Tensor | None, backward: int) -> bool:
+        """Whether nothing but backwards has changed it since it began."""
+        if gradient is None:
+            return self.backward == backward
+        return self.gradient is not None and self.gradient() is gradient and self.version == gradient._version
 
 
 class MomentumSteps(StepWatcher):
@@ -42,9 +56,9 @@ class MomentumSteps(StepWatcher):
     optimizer steps the others.
 
     The optimizer's state of such a parameter gets ``variance_steps``: the number of gradients in its variance, which is
-    less than the number of steps. State: the ``_optimizer``, known from its first step or from a checkpoint; ``sent``,
-    by id, the parameters whose ``.grad`` is now a momentum, or will be once it is reduced; ``hidden``, during a step of
-    the optimizer: parameter group, parameter and gradient of each that is stepped here.
+    less than the number of steps. State: the ``_optimizer``, known from its first step or from a checkpoint;
+    ``gradients``, by the id of their parameter; ``hidden``, during a step of the optimizer: parameter group, parameter
+    and gradient of each that is stepped here.
     """
 
     sees_begin = True
@@ -53,7 +67,7 @@ class MomentumSteps(StepWatcher):
         super().__init__()
         self.option, self._parameters = option, parameters
         self._optimizer: Callable[[], Optimizer | None] = lambda: None
-        self.sent: dict[int, Sent] = {}
+        self.gradients: dict[int, StepGradient] = {}
         self.hidden: list[tuple[dict[str, Any], Tensor, Tensor]] = []
         check_unscaling()
 
@@ -70,50 +84,65 @@ class MomentumSteps(StepWatcher):
     def attach(self, optimizer: Optimizer) -> None:
         """Take the momenta of this optimizer from now on. Gradients that exist already count as whole gradients."""
         self._optimizer = weakref.ref(optimizer)
-        self.sent.clear()
+        self.gradients.clear()
 
     def check_unscale(self, optimizer: Optimizer) -> None:
         """Raise a ShardingError if gradients of an optimizer are momenta: those were not scaled with the loss."""
-        if any(id(each) in self.sent for group in optimizer.param_groups for each in group["params"]):
+        sent = self.sent
+        if any(id(each) in sent for group in optimizer.param_groups for each in group["params"]):
             problem = "the loss is scaled, the momentum is not"
             raise ShardingError(self.option.text, "with a GradScaler", problem, "use bfloat16 without one")
 
-    def note_backward(self, names: Iterable[str]) -> None:
-        """Note a backward whose gradients of the named parameters become momenta; without names they are gradients.
+    def note_backward(self, sent: Iterable[str], trained: Iterable[str]) -> set[str]:
+        """Note a backward with gradients of the ``trained`` parameters, for which the ``sent`` ones become momenta.
 
-        Raises an OrderError if a gradient exists that is neither a momentum nor a part of one, or was changed.
+        Returns the names of the others whose gradients are added to a momentum: they have to be scaled by 1 - beta.
+        Raises an OrderError where a momentum would be added to a gradient of another step, or that was changed.
         """
-        own, backward = self._own(names), torch._C._current_graph_task_id()
-        if not own:
-            self.sent.clear()
+        names, added, backward = set(sent), set[str](), torch._C._current_graph_task_id()
+        own = self._own(trained)
         for name, parameter in own:
-            sent = self.sent.get(id(parameter))
-            if parameter.grad is not None and (sent is None or sent.version != parameter.grad._version):
-                what, problem = f"parameter {name!r} has a gradient already", "a momentum cannot be added to it"
-                remedy = "call optimizer.zero_grad(set_to_none=True) before it, and change gradients after the last one"
-                raise OrderError("backward", what, problem, remedy)
-            self._momentum(name, parameter)
-            if sent is None or (parameter.grad is None and sent.backward != backward):
-                sent = self.sent[id(parameter)] = Sent()
-            sent.backward = backward
-        if own:
-            at_end_of_backward(partial(self._note_versions, [each for _, each in own]))
+            if name in names:
+                self._momentum(name, parameter)
+            found = self.gradients.get(id(parameter))
+            if found is None or not found.is_intact(parameter.grad, backward):
+                self.gradients.pop(id(parameter), None)
+                if parameter.grad is not None and name in names:
+                    raise _has_gradient(name)
+                if parameter.grad is not None:
+                    continue
+                found = self.gradients[id(parameter)] = StepGradient(is_whole=name not in names)
+            elif found.is_whole and name in names:
+                if parameter.grad is None:
+                    raise _has_gradient(name)
+                parameter.grad.mul_(1 - self.option.beta)
+                found.is_whole = False
+            elif not found.is_whole and name not in names:
+                added.add(name)
+            found.backward = backward
+        at_end_of_backward(partial(self._note_gradients, [each for _, each in own]))
+        return added
 
-    def _note_versions(self, parameters: Iterable[Tensor]) -> None:
+    def _note_gradients(self, parameters: Iterable[Tensor]) -> None:
         for each in parameters:
-            if id(each) in self.sent and each.grad is not None:
-                self.sent[id(each)].version = each.grad._version
+            if id(each) in self.gradients:
+                self.gradients[id(each)].note(each.grad)
 
     def of(self, names: Iterable[str]) -> list[Tensor]:
         """The momenta of the named parameters, to which gradients are added; zeros if ``.grad`` has them already."""
-        pairs = [(name, each, self.sent[id(each)]) for name, each in self._own(names)]
-        momenta = [(self._momentum(name, each), sent.has_momentum) for name, each, sent in pairs]
-        return [torch.zeros_like(momentum) if is_sent else momentum for momentum, is_sent in momenta]
+        pairs = [(self._momentum(name, each), self.gradients.get(id(each))) for name, each in self._own(names)]
+        return [torch.zeros_like(each) if found and found.has_momentum else each for each, found in pairs]
 
     def note_sent(self, names: Iterable[str]) -> None:
-        """Note that momenta were sent: further gradients are added to them."""
+        """Note that momenta were sent."""
         for _, each in self._own(names):
-            self.sent[id(each)].has_momentum = True
+            if (found := self.gradients.get(id(each))) is not None:
+                found.has_momentum = True
+
+    @property
+    def sent(self) -> set[int]:
+        """The ids of the parameters whose ``.grad`` is now a momentum, or will be once it is reduced."""
+        return {each for each, found in self.gradients.items() if not found.is_whole}
 
     def _own(self, names: Iterable[str]) -> list[tuple[str, Tensor]]:
         parameters = self._parameters()
@@ -139,10 +168,11 @@ class MomentumSteps(StepWatcher):
         pairs = [(group, each) for group in optimizer.param_groups for each in group["params"] if id(each) in watched]
         self._check(optimizer, {id(group): group for group, _ in pairs}.values(), has_closure and self.is_sent)
         reduce_now(each for _, each in pairs)
+        sent = self.sent
         self.hidden = [
             (group, each, each.grad)
             for group, each in pairs
-            if each.grad is not None and (id(each) in self.sent or VARIANCE_STEPS in optimizer.state.get(each, {}))
+            if each.grad is not None and (id(each) in sent or VARIANCE_STEPS in optimizer.state.get(each, {}))
         ]
         for _, each, _ in self.hidden:
             each.grad = None
@@ -167,12 +197,12 @@ class MomentumSteps(StepWatcher):
     @torch.no_grad()
     def note_step(self, optimizer: Optimizer) -> None:
         """Step the hidden parameters by Adam: by a sent momentum, which leaves the variance, or by a whole gradient."""
-        hidden, self.hidden = self.hidden, []
+        sent, hidden, self.hidden = self.sent, self.hidden, []
         for group, parameter, gradient in hidden:
             state, lr, beta2 = optimizer.state[parameter], float(group["lr"]), group["betas"][1]
             renewed = state.setdefault(VARIANCE_STEPS, state["step"].clone())
             state["step"] += 1
-            if id(parameter) in self.sent:  # zero where there is no variance: unread rows of a table
+            if id(parameter) in sent:  # zero where there is no variance: unread rows of a table
                 state["exp_avg"].copy_(gradient).mul_(state["exp_avg_sq"] > 0)
             else:
                 renewed += 1
@@ -185,4 +215,10 @@ class MomentumSteps(StepWatcher):
             deviation = (state["exp_avg_sq"].sqrt() / scale).add_(group["eps"])
             parameter.addcdiv_(state["exp_avg"], deviation, value=-rate)
             parameter.grad = gradient
-        self.sent.clear()
+        self.gradients.clear()
+
+
+def _has_gradient(name: str) -> OrderError:
+    what, problem = f"parameter {name!r} has a gradient already", "a momentum cannot be added to it"
+    remedy = "call optimizer.zero_grad(set_to_none=True) before it, and change gradients after the last one"
+    return OrderError("backward", what, problem, remedy)

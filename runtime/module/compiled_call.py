@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ from shardc.capture.model_state import ModelTensors
 from shardc.capture.objects import objects_among
 from shardc.language.errors import OrderError, ShardingError
 from shardc.program.lifetime import alone_in_memory
-from shardc.program.program import Input, Output, Program, ends_of, is_small_output
+from shardc.program.program import Input, Output, Program, ends_of, is_small_output, residual_owner
 
 from ..agreement.entry import Entry, Flag, Kind
 from ..agreement.gate import Gate, digest
@@ -197,17 +197,16 @@ class CompiledCall:
 
     def backward(
         self, saved: SavedEnvs, gradients: Values, plain: frozenset[int], keep: bool, deferred: Mapping[int, Tensor],
-        stepped: Gradients | None,
+        stepped: Gradients | None, added: Collection[str] = (), unwanted: Collection[int] = (),
     ) -> list[Tensor | None]:  # fmt: skip
         """Run the backward part. Returns the gradients of all inputs, as DTensors unless their index is in ``plain``.
 
         ``gradients``: those of the outputs. ``deferred``: the parameters whose gradients may be reduced later, by index
-        of the program's outputs. ``stepped``: takes the gradients of parameters, which are then not returned.
+        of the program's outputs. ``stepped``: takes the gradients of parameters, which are then not returned. ``added``
+        and ``unwanted``: see ``gradients_of_momenta`` and ``unwanted``.
         """
-        if self.feedback.momentum is not None:
-            self.feedback.momentum.note_backward(self._momenta.values())
         starts = self._shards(self._tangents(gradients))
-        tangents = starts if self.runner.computes_in_forward else self._with_feedback(starts)
+        tangents = starts if self.runner.computes_in_forward else self._with_feedback(starts, unwanted)
         reduction: DeferredReduction | None = None
         if deferred:
             columns, reduction = self._accumulate(saved, tangents, keep, deferred)
@@ -219,7 +218,7 @@ class CompiledCall:
                 else:
                     rows, _ = self.runner.accumulate(saved, tangents, keep, totals, True, takers)
             columns = list(zip(*separate_rows(rows, starts, self._own_gradients), strict=True))
-        self._keep_feedback(columns)
+        self._keep_feedback(columns, unwanted)
         results: list[Tensor | None] = [None] * len(self.program.inputs)
         tier = self.conversion.tier
         for i, output in self._indices.gradients.items():
@@ -228,12 +227,34 @@ class CompiledCall:
             elif shards := _present(columns[output]):  # else another stage of a pipeline has it
                 if tier is not None and self.program.inputs[i].kind == "parameter":
                     shards = [tier.stored(each) for each in shards]
+                if self.program.outputs[output].name in added and self.feedback.momentum is not None:
+                    shards = [each * (1 - self.feedback.momentum.option.beta) for each in shards]
                 results[i] = self._outputs[output].to_tensor(shards, i in plain)
         return results
 
-    def _with_feedback(self, rows: Sequence[Values]) -> Rows:
+    def gradients_of_momenta(self) -> set[str]:
+        """The parameters that get a gradient in the running backward that is added to a momentum, and sent as it is."""
+        if self.feedback.momentum is None:
+            return set()
+        outputs, results = self.program.outputs, self.program.results
+        parameters = ((self.program.inputs[i].kind, output) for i, output in self._indices.gradients.items())
+        trained = [outputs[i].name for kind, i in parameters if kind == "parameter" and results[i] is not None]
+        return self.feedback.momentum.note_backward(self._momenta.values(), trained)
+
+    def unwanted(self, nodes: Sequence[Any]) -> set[int]:
+        """The residuals, by index, of gradients that the running backward does not ask for: they are not replaced.
+
+        ``nodes``: as for ``accumulated``.
+        """
+        inputs = self.program.inputs
+        nodes_of = {put.name: nodes[i] for i, put in enumerate(inputs) if put.kind == "parameter"}
+        owners = {i: residual_owner(inputs[i].name) for i in self._indices.residuals}
+        return {i for i, name in owners.items() if not _is_wanted(nodes_of.get(name))}
+
+    def _with_feedback(self, rows: Sequence[Values], unwanted: Collection[int] = ()) -> Rows:
         """Rows of inputs with what codes left out of gradients before, and with the momenta that are sent."""
         states = {i: self._residual(i) for i in self._indices.residuals if self.runner.reads_input(i)}
+        states = {i: each.clone() if i in unwanted else each for i, each in states.items()}  # the program writes to it
         if self._momenta:
             assert self.feedback.momentum is not None
             states |= zip(self._momenta, self.feedback.momentum.of(self._momenta.values()), strict=True)
@@ -243,15 +264,18 @@ class CompiledCall:
                 row[i] = piece
         return result
 
-    def _keep_feedback(self, columns: Columns) -> None:
+    def _keep_feedback(self, columns: Columns, unwanted: Collection[int] = ()) -> None:
         """Keep what codes left out of the gradients in ``columns``, and note the momenta among these."""
         if self._momenta:
             assert self.feedback.momentum is not None
             found = (self.program.outputs[i].name for i in self._indices.gradients.values() if _present(columns[i]))
             self.feedback.momentum.note_sent(set(found).intersection(self._momenta.values()))
         for i, output in self._indices.residuals.items():
-            if shards := _present(columns[output]):
-                self._outputs[output].write(self._residual(i), shards)
+            if i not in unwanted and (shards := _present(columns[output])):
+                residual = self._residual(i)
+                if self.runner.computes_in_forward:
+                    shards = [*map(torch.add, self._inputs[i].to_shards(residual), shards)]
+                self._outputs[output].write(residual, shards)
 
     def _residual(self, index: int) -> Tensor:
         """What codes left out of a gradient, by index of the program's inputs."""
@@ -285,7 +309,7 @@ class CompiledCall:
         names = [self.program.outputs[i].name for i, gradient in pairs if gradient is not None]
         text, results = f"backward of {', '.join(names)}, {mode}", self.program.results
         own = [values[i] for i, output in self._indices.gradients.items() if results[output] is not None]
-        trained = [each for each in own if isinstance(each, DTensor)]
+        trained = [each for each in own if isinstance(each, DTensor) and not each.is_meta]  # of this rank's stages
         has_gradients = Flag(any(each.grad is not None for each in trained)) if trained else Flag.UNKNOWN
         entry = Entry(Kind.BACKWARD, self.gate.digest, number, digest(text), is_changed=has_gradients)
         has = "adds to gradients" if has_gradients == Flag.YES else "has no gradients yet"
@@ -409,6 +433,7 @@ class ProgramFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         outputs, ctx.saved = call.forward(values)
         ctx.call, ctx.tensors = call, call.tensors_for_backward(values, outputs)
+        ctx.are_tensors = [value is not None for value in values]
         ctx.number = 0 if call.gate is None else call.gate.calls
         ctx.mark_non_differentiable(*call.without_gradient(outputs))
         return outputs
@@ -417,7 +442,8 @@ class ProgramFunction(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradients of all inputs, which autograd adds to ``.grad``."""
         call, values, creates_graph = ctx.call, ctx.tensors.values, torch.is_grad_enabled()
-        nodes = [node for node, _ in ctx.next_functions][-len(values) :]
+        edges = iter(ctx.next_functions)  # of the tensors among its arguments
+        nodes = [next(edges)[0] if is_tensor else None for is_tensor in ctx.are_tensors]
         with torch.no_grad(), telling_others():
             with nullcontext() if call.gate is None else call.gate.telling():
                 if call.accumulation.stepping is not None:
@@ -429,9 +455,13 @@ class ProgramFunction(torch.autograd.Function):
             call.enter_backward(ctx.number, gradients, values, mode)
             if call.gather is not None:
                 at_end_of_backward(call.gather.cache.note_backward)
+            added, unwanted = call.gradients_of_momenta(), call.unwanted(nodes)
             stepped = None if creates_graph else call.stepped(values, nodes, accumulated)
             deferred = call.deferrable(accumulated) if stepped is None else {}
-            results = call.backward(ctx.saved, gradients, ctx.tensors.plain, retains_graph(), deferred, stepped)
+            results = call.backward(
+                ctx.saved, gradients, ctx.tensors.plain, retains_graph(), {} if added else deferred, stepped, added,
+                unwanted,
+            )  # fmt: skip
         if creates_graph:  # RuntimeError if a second derivative is computed through the gradients
             message = b"a gradient of a parallel model has no gradient itself: leave create_graph out"
             refuse: Any = torch._C._functions.DelayedError(message, len(results))
@@ -447,6 +477,14 @@ def _is_accumulated(node: Any) -> bool:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # autograd.grad of a leaf
         return False
+
+
+def _is_wanted(node: Any) -> bool:
+    """Whether the running backward asks for the gradient that a node receives."""
+    try:
+        return node is not None and bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # a leaf that autograd.grad asks for
+        return True
 
 
 def _present(shards: Sequence[Tensor | None]) -> list[Tensor]:

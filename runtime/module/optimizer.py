@@ -35,7 +35,7 @@ class StepWatcher:
 
     def __init__(self) -> None:
         self._watched: list[weakref.ref[Tensor]] = []
-        _watchers.add(self)
+        _watchers[self] = None
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
         """Watch these parameters, and no others."""
@@ -57,7 +57,7 @@ class StepWatcher:
 
 
 VARIANCE_STEPS = "variance_steps"  # in a state of 1-bit Adam: the number of gradients in a variance
-_watchers: weakref.WeakSet[StepWatcher] = weakref.WeakSet()
+_watchers: weakref.WeakKeyDictionary[StepWatcher, None] = weakref.WeakKeyDictionary()  # in one order on all ranks
 _copied: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that were parallelized
 _seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _cut: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()  # the state of each, once cut
@@ -93,7 +93,7 @@ def _watchers_of(optimizer: Optimizer, watchers: Iterable[StepWatcher]) -> list[
 
 def _tell_of_begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for watcher in _watchers_of(optimizer, [each for each in _watchers if each.sees_begin]):
-        watcher.note_begin(optimizer, len(args) > 1 or bool(kwargs))
+        watcher.note_begin(optimizer, any(each is not None for each in (*args[1:], *kwargs.values())))
 
 
 def _tell_of_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

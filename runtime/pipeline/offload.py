@@ -35,11 +35,13 @@ class Offload:
         self.fixed = {value.untyped_storage().data_ptr() for value in others if value is not None}
         self.width = len(next(iter(values.of_step.values())))
         own = set[int]().union(*parameters.values())
-        self.stored = [{slot: _stored(row[slot]) for slot in own} for row in inputs[: self.width]]
+        self.stored = [
+            {slot: _stored(value) for slot in own if (value := row[slot]) is not None} for row in inputs[: self.width]
+        ]  # None where no op reads it
         for stage, own_slots in parameters.items():
             for env, stored in zip(values.of_step[stage], self.stored, strict=True):
                 for slot in slots:
-                    env[slot] = stored[slot] if slot in own_slots else None
+                    env[slot] = stored.get(slot) if slot in own_slots else None
 
     def take_turn(self) -> None:
         """Begin the next turn: move idle stages out, then bring the stages of this turn and the next to the device."""
@@ -139,8 +141,7 @@ class OnHost:
         return empty.set_(memory.untyped_storage(), start + self.offset, self.shape, self.stride)
 
 
-def _stored(value: Tensor | None) -> OnHost:
-    assert value is not None
+def _stored(value: Tensor) -> OnHost:
     own = stored_on_host(value.detach().contiguous())
     return OnHost(own.view(-1).view(torch.uint8), own.dtype, tuple(own.shape), own.stride(), 0)
 

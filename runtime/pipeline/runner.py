@@ -86,12 +86,25 @@ class PipelineRunner(Runner):
         if self.host is not None:
             on_host = self._stored_on_host(inputs)
             rows = in_place_of_parameters(rows, [owner in on_host for _, owner, _ in ends_of(self.program)], self.host)
+        self._subtract_residuals(rows, inputs)
         is_late = [output.kind in OF_BACKWARD for output in self.program.outputs]
         outputs, gradients = (
             [[value if kind == of else None for value, of in zip(row, is_late, strict=True)] for row in rows]
             for kind in (False, True)
         )
         return outputs, StepGradients(gradients, scale)
+
+    def _subtract_residuals(self, rows: Rows, inputs: Sequence[Values]) -> None:
+        """Subtract the old residuals from the new ones: other steps may change them before backward."""
+        places = {node: i for i, node in enumerate(self.program.placeholders)}
+        owners = {i: places[owner] for i, (output, owner, _) in enumerate(ends_of(self.program))
+                  if output.kind == "residual" and owner is not None}  # fmt: skip
+        done = set[int]()
+        for row, before in zip(rows, inputs, strict=True):
+            for i, owner in owners.items():
+                new, old = row[i], before[owner]
+                if new is not None and old is not None and id(new) not in done:  # microbatches share it
+                    done.add(id(new.sub_(old)))
 
     def _stored_on_host(self, inputs: Sequence[Values]) -> set[fx.Node]:
         """The parameters in host memory. On virtual ranks they stay where the model has them."""

@@ -118,9 +118,8 @@ def values_received(node: fx.Node) -> list[fx.Node]:
         return [next(results(node, part), node) for part in parts]
     (reader,) = node.users
     if is_step(reader):
-        (codes,) = reader.users
-        (sent,) = codes.users
-        return values_received(sent)
+        codes = next(filter(is_encode, reader.users))
+        return values_received(next(filter(members, codes.users)))
     picked = {user.args[1]: user for user in reader.users if is_getitem(user)}
     return [picked.get(i, reader) for i in range(len(values_sent(node)))]
 

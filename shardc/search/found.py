@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import floor, log
+from typing import TypeVar
 
 from shardc.search.pricing.price import Price
 from shardc.search.space.plan import Plan
 from shardc.search.task import Task
 
+T = TypeVar("T")
 EQUAL = 1e-6  # relative difference below which two figures count as equal
 WORTH = 1e-4  # relative gain that makes a change worthwhile
 
@@ -50,9 +52,9 @@ def _rounded(figure: float) -> int:
     return floor(log(figure) / EQUAL) if figure > 0 else 0
 
 
-def first_of_each(plans: Iterable[Plan], kind: Callable[[Plan], object]) -> list[Plan]:
+def first_of_each(plans: Iterable[T], kind: Callable[[T], object]) -> list[T]:
     """The first plan of each kind, in their order."""
-    first: dict[object, Plan] = {}
+    first: dict[object, T] = {}
     for plan in plans:
         first.setdefault(kind(plan), plan)
     return list(first.values())

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, islice, product
+from itertools import chain, product
 
 from shardc.options import Zero
-from shardc.search.found import WORTH, Found
+from shardc.search.found import WORTH, Found, first_of_each
 from shardc.search.pool import NUM_POOL, in_order, toggled
 from shardc.search.search import Search
 from shardc.search.space.meshes import is_possible
@@ -23,11 +23,10 @@ Move = Callable[[Plan], Iterator[Plan]]  # yields a plan with one thing changed
 
 def refine(search: Search) -> None:
     """Refine the best plans of the best meshes that a search has found."""
-    of_mesh: dict[str, Found] = {}  # one plan for each mesh: other options are among its changes
-    for each in search.best(len(search.found)):
-        of_mesh.setdefault(str(each.plan.mesh), each)
+    # One plan for each mesh: other options are among its changes.
+    of_meshes = first_of_each(search.best(len(search.found)), lambda found: str(found.plan.mesh))
     refinement = _Refinement(search)
-    for each in islice(of_mesh.values(), NUM_REFINED):
+    for each in of_meshes[:NUM_REFINED]:
         refinement.run(each, refinement.moves(each.plan))
     for each in search.best():
         refinement.run(each, refinement.single(each.plan), clearly=1.0)

@@ -13,7 +13,7 @@ from gpt import GPT, Config, gpt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parallel_models import whole
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 
@@ -24,7 +24,7 @@ from shardc.language.errors import OptionError
 from shardc.ops import codes
 from shardc.ops.codes import decode_rows, encode_rows
 from shardc.program.coding import content
-from shardc.program.coding.nodes import CODINGS, decode
+from shardc.program.coding.nodes import CODINGS, decode, encode
 from shardc.runtime.comm.simulated import SimulatedComm
 from shardc.runtime.simulator import interpret, simulate
 from shardc.wire import CODECS, CONTENTS, Codec, codec_named, key_of
@@ -338,6 +338,21 @@ def test_contents_and_paths_of_a_model_choose_its_codecs() -> None:
     assert dict(codecs) == {"reduce_scatter": "int4", "all_gather": "int8"}
     plain = [each for each in compiled.collectives if each.kind == "reduce_scatter"]
     assert plain and all("blocks.1" in cause for each in plain for cause in each.cause.splitlines())
+
+
+def test_a_codec_of_one_module_reaches_no_other_through_a_bucket() -> None:
+    """Its bias is too small to be coded; joined with values of other modules, it would have these coded."""
+    model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), torch.randn(8, 64)
+    plan = compile(model, Mesh(dp=2), {"input": P("dp")}, args=(x,), wire={"dp 2.*": "int8"})
+    coded = [node for node in plan.whole.calls if node.target is encode]
+    assert [len(values) for node in coded if (values := values_of(node)) and node.args[0] == "all_reduce"] == [1]
+    _, exact = plan.recompile(wire=None).simulate(x)
+    _, found = plan.simulate(x)
+    assert {name for name in exact if not torch.equal(found[name], exact[name])} == {"2.weight"}
+
+
+def values_of(node: fx.Node) -> list[fx.Node]:
+    return [each for each in node.args[4:] if isinstance(each, fx.Node)]
 
 
 @pytest.mark.parametrize(

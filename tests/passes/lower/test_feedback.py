@@ -19,6 +19,7 @@ import shardc
 from shardc import Mesh, P, Zero, compile
 from shardc.language.errors import OptionError
 from shardc.program.coding.nodes import left_out
+from shardc.program.communication import is_collective, values_received, values_sent
 from shardc.runtime.simulator import simulate
 
 CODECS = ("1bit", "topk:0.02")
@@ -171,6 +172,42 @@ def _resumed(mesh: Any, codec: str, stage: Any, folder: Path, is_compiled: bool)
 
 def _bits(parallel: nn.Module) -> list[bytes]:
     return [whole(each).detach().numpy().tobytes() for each in parallel.parameters()]
+
+
+def test_a_gradient_that_is_not_asked_for_leaves_its_residual(gloo: GlooPool) -> None:
+    """Of an input alone, of one parameter, or of some that backward names; also while other sums wait."""
+    _ask_for_some(Mesh(dp=2, tp=2))
+    gloo.run(_ask_for_some_on_ranks)
+
+
+def _ask_for_some_on_ranks() -> None:
+    _ask_for_some(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
+
+
+def _ask_for_some(mesh: Any) -> None:
+    model, (x, y) = net()
+    parallel = shardc.parallelize(model, mesh, DATA | TENSOR, wire={"dp": "1bit"}, args=(x, y))
+    for _ in range(3):
+        for each in (model, parallel):
+            each(x, y).backward()
+            each(x, y).backward(inputs=[each.up.weight])
+        other = x.clone().requires_grad_()
+        torch.autograd.grad(parallel(other, y), [other])
+    found = parallel.shardc.feedback.residuals.by_name()
+    for name, parameter in model.named_parameters():
+        total = whole(parallel.get_parameter(name).grad) + sum(whole(each).sum(0) for each in found[name])
+        torch.testing.assert_close(total, parameter.grad, rtol=1e-6, atol=1e-8, msg=name)
+    before = whole(found["up.bias"][0]).clone()
+    torch.autograd.grad(parallel(x, y), [parallel.head.weight])
+    assert torch.equal(whole(found["up.bias"][0]), before)
+
+
+@pytest.mark.parametrize("bucket", [1, 2**25])
+def test_what_a_collective_with_feedback_receives_is_known(bucket: int) -> None:
+    model, call = net(torch.float32)
+    program = compile(model, Mesh(node=2, dp=2), BOTH, args=call, wire={"node": "1bit"}, bucket=bucket).whole
+    for node in filter(is_collective, program.calls):
+        assert len(values_received(node)) == len(values_sent(node))
 
 
 @pytest.mark.parametrize("stage", [None, 1, 2])

@@ -27,6 +27,7 @@ OPTIONS = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
 PLANS = {
     "data": ({"dp": 4}, {}),
     "data and tensor": ({"dp": 2, "tp": 2}, {"up.weight": P("tp"), "down.weight": P(None, "tp")}),
+    "two axes of data, one coded": ({"node": 2, "dp": 2}, {"x": P(("node", "dp"))}),
 }
 
 
@@ -183,6 +184,21 @@ def train(mesh: Any, option: Momentum, folder: Path, resumed: int | None = None)
     return [whole(each).detach().numpy().tobytes() for each in parallel.parameters()]
 
 
+@pytest.mark.parametrize("wire", [{"node": "1bit"}, {"node": "1bit", "dp": "1bit"}, {"gradients": "1bit"}], ids=str)
+def test_a_momentum_is_sent_over_two_axes(wire: dict[str, str]) -> None:
+    model, (x, *_) = net(torch.float32), batches(torch.float32)
+    data = {"x": P(("node", "dp"))}
+    plan = shardc.compile(model, Mesh(node=2, dp=2), data, args=(x,), wire=wire, momentum=Momentum(2))
+    assert {put.name for put in plan.program.inputs if put.kind == "momentum"} >= {"up.weight", "down.weight"}
+    assert not plan.program.notes
+
+
+def test_parameters_whose_momentum_is_not_sent_are_named() -> None:
+    model, (x, *_) = net(torch.bfloat16), batches(torch.bfloat16)
+    plan = shardc.compile(model, Mesh(dp=2), {"x": P("dp")}, args=(x,), wire={"dp": "1bit"}, momentum=Momentum(2))
+    assert any("sends no momentum of" in note and "up.weight" in note for note in plan.program.notes)
+
+
 def test_bytes_of_200_steps_are_a_fifth_of_those_of_fp16() -> None:
     """Of 40 steps with whole gradients in int8, and then of 1 bit; with a whole one in eight later as well."""
     model, x = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)), torch.randn(8, 256)
@@ -236,22 +252,51 @@ def test_what_has_no_momentum_is_refused() -> None:
     with pytest.raises(OrderError, match="a momentum cannot be added to it"):
         parallel(x).backward()
     optimizer.zero_grad()
+    parallel(x).backward()
+    parallel.up.weight.grad = parallel.up.weight.grad / 2
+    with pytest.raises(OrderError, match="a momentum cannot be added to it"):
+        parallel(x).backward()
+    optimizer.zero_grad()
     with pytest.raises(ShardingError, match="a closure"):
         optimizer.step(lambda: parallel(x))
     parallel(x).backward()  # after an error, and after a batch that is dropped
     optimizer.zero_grad()
     parallel(x).backward()
-    optimizer.step()
+    optimizer.step(None)  # as Accelerate calls it
+
+
+def test_two_modules_have_one_optimizer(gloo: GlooPool) -> None:
+    """Ranks reduce the gradients of both in one order."""
+    first, *others = gloo.run(train_two)
+    assert others == [first] * 3
+
+
+def train_two() -> list[bytes]:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    coder, decoder = [
+        shardc.parallelize(nn.Linear(64, 64), mesh, {"input": P("dp")}, wire={"dp": "1bit"}, momentum=Momentum(2))
+        for _ in range(2)
+    ]
+    optimizer = torch.optim.AdamW([*coder.parameters(), *decoder.parameters()], lr=1e-3)
+    for step in range(5):
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        decoder(coder(x).tanh()).square().mean().backward()
+        optimizer.step()
+    return [whole(each).detach().numpy().tobytes() for each in (*coder.parameters(), *decoder.parameters())]
 
 
 COUNTS = (1, 1, 1, 1, 1, 3, 3, 2, 4, 4, 1, 3)  # backwards of a step
-WAYS = ("one by one", "as one loss", "of other sizes", "read in between", "dropped before")
+WAYS = ("one by one", "as one loss", "of other sizes", "of one row", "read in between", "dropped before")
 
 
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_has_the_gradients_of_all_backwards_and_the_momentum_once(gloo: GlooPool, way: str, name: str) -> None:
-    """On virtual ranks, which reduce in each backward, and on those of a job, which do when a gradient is read."""
+    """On virtual ranks, which reduce in each backward, and on those of a job, which do when a gradient is read.
+
+    A batch of one row is on all ranks, which then send nothing.
+    """
     sizes, annotations = PLANS[name]
     step_by_backwards(Mesh(**sizes), annotations, way)
     gloo.run(on_gloo, sizes, annotations, way)
@@ -265,8 +310,9 @@ def on_gloo(sizes: dict[str, int], annotations: dict[str, P], way: str) -> None:
 def step_by_backwards(mesh: Any, annotations: dict[str, P], way: str) -> None:
     """Take steps of several backwards, and compare the parameters with those of one device."""
     option, generator = Momentum(4, every=5), torch.Generator().manual_seed(2)
-    rows = [[4 * (1 + k % 3) if way == "of other sizes" else 4 for k in range(count)] for count in COUNTS]
-    data = [[torch.randn(size, 40, generator=generator).double() for size in sizes] for sizes in rows]
+    sizes = {"of other sizes": (4, 8, 12, 4), "of one row": (4, 1, 1, 4)}.get(way, (4,) * 4)
+    rows = [sizes[:each][:: 1 - 2 * (i % 2)] for i, each in enumerate(COUNTS)]  # in turn from the first and to it
+    data = [[torch.randn(size, 40, generator=generator).double() for size in of_step] for of_step in rows]
     with lossless_codec():
         parallel = shardc.parallelize(
             net(torch.float64), mesh, {"x": P("dp"), **annotations}, wire={"dp": LOSSLESS}, momentum=option

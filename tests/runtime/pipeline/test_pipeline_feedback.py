@@ -96,6 +96,21 @@ def test_what_is_sent_and_what_is_left_out_are_the_whole_gradient(name: str, cod
         assert all(torch.equal(residuals[each], before[each]) for each in residuals)
 
 
+@pytest.mark.parametrize("is_one_loss", [True, False])
+def test_steps_that_begin_before_others_end_lose_nothing(is_one_loss: bool) -> None:
+    model = net()
+    parallel = shardc.parallelize(model, Mesh(dp=2, pp=2), DATA, pipeline=Pipeline("pp", 4), wire={"dp": "1bit"})
+    for each in (model, parallel):
+        losses = [each(*batch(step)) for step in range(3)]
+        for loss in [sum(losses)] if is_one_loss else losses[::-1]:
+            loss.backward()
+    residuals = residuals_of(parallel)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        found = parallel.get_parameter(name).grad + residuals[name]
+        torch.testing.assert_close(found, parameter.grad, rtol=1e-6, atol=1e-9, msg=name)
+
+
 def test_a_rank_holds_the_residuals_of_its_stages() -> None:
     pipeline = Pipeline("pp", 4, cuts=("layers.1",))
     compiled = compile(

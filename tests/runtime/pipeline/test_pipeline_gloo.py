@@ -127,3 +127,47 @@ def test_batches_are_given_as_dtensors_and_outputs_come_back_where_they_are_made
     assert max(worst for found in results for _, worst in found) <= NEAR
     assert [found[0][0] for found in results] == [[False, False, True, True]] * 2 + [[False, True, False, False]] * 2
     assert all(is_meta == found[0][0] for found in results for is_meta, _ in found)
+
+
+class Adapted(nn.Module):
+    """A frozen layer before others that are trained, and a parameter that nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.base, self.head = (
+            nn.Linear(6, 6).requires_grad_(False),
+            nn.Sequential(*(nn.Linear(6, 6) for _ in range(6))),
+        )
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.base(x).tanh()).square().mean()
+        return result
+
+
+def accumulate_with_a_frozen_stage() -> None:
+    alone, x = Adapted().double(), torch.randn(8, 6, generator=torch.Generator().manual_seed(0)).double()
+    pipeline = Pipeline("pp", 2, cuts=("head",))
+    parallel = shardc.parallelize(alone, make_device_mesh(Mesh(dp=2, pp=2)), {"x": P("dp")}, pipeline=pipeline)
+    for _ in range(3):
+        for each in (alone, parallel):
+            each(x).backward()
+    for name, parameter in parallel.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(whole(parameter.grad), alone.get_parameter(name).grad, rtol=NEAR, atol=NEAR)
+
+
+def test_gradients_are_accumulated_where_a_stage_is_frozen(gloo: GlooPool) -> None:
+    gloo.run(accumulate_with_a_frozen_stage)
+
+
+def test_stages_are_offloaded_with_a_parameter_that_nothing_reads() -> None:
+    alone, x = Adapted().double(), torch.randn(8, 6).double()
+    cuts = tuple(f"head.{i}" for i in range(1, 6))
+    pipeline = Pipeline("pp", 2, cuts=cuts, schedule="interleaved", chunks=3, offload=True)
+    parallel = shardc.parallelize(alone, Mesh(dp=2, pp=2), {"x": P("dp")}, pipeline=pipeline)
+    for each in (alone, parallel):
+        each(x).backward()
+    for one, other in zip(parallel.head.parameters(), alone.head.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=NEAR, atol=NEAR)
