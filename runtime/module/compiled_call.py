@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from itertools import compress
 from typing import Any, Protocol
 from weakref import ReferenceType, ref
@@ -23,7 +22,7 @@ from shardc.capture.model_state import ModelTensors
 from shardc.capture.objects import objects_among
 from shardc.language.errors import OrderError, ShardingError
 from shardc.program.lifetime import alone_in_memory
-from shardc.program.program import Input, Output, Program, ends_of, is_small_output, residual_owner
+from shardc.program.program import Input, Output, Program, ends_of, is_small_output
 
 from ..agreement.entry import Entry, Flag, Kind
 from ..agreement.gate import Gate, digest
@@ -31,8 +30,9 @@ from ..agreement.program import ProgramText
 from ..comm.dtensor import local
 from ..comm.failure import telling_others
 from ..execute.deferred import Sums
-from ..execute.executor import Rows, Runner, SavedEnvs, without_autocast
+from ..execute.executor import Runner, SavedEnvs, without_autocast
 from ..execute.part import Values
+from ..feedback.call import BackwardGradients, CallFeedback
 from ..feedback.feedback import Feedback
 from ..tensor.reduction import complete_norms
 from ..tier.stepping import Gradients
@@ -68,21 +68,20 @@ class CompiledCall:
     sizes, at the sizes of the call.
 
     Inputs and outputs of the program are given by index. ``_saved_inputs`` and ``_saved_outputs``: those whose memory
-    backward reads; ``_copied_inputs``: the saved inputs that forward writes. ``_momenta``: by input, the names of the
-    parameters whose momentum is sent. ``_own_gradients``: gradients that share no memory with others.
+    backward reads; ``_copied_inputs``: the saved inputs that forward writes. ``_own_gradients``: gradients that share
+    no memory with others.
     """
 
     def __init__(self, compilation: Compilation, conversion: Conversion, runner: Runner,
                  gathered: GatheredParameters | None, accumulation: Accumulation, feedback: Feedback,
                  gate: Gate | None, text: ProgramText, is_of_region: bool = False) -> None:  # fmt: skip
-        self.is_of_region, self.feedback = is_of_region, feedback
+        self.is_of_region = is_of_region
         self.compilation, self.conversion, self.runner = compilation, conversion, runner
         self.gate, self.text = gate, text
         self.accumulation, self.program = accumulation, compilation.program
         self._indices = indices = ProgramIndices.of(self.program)
         nodes = zip(self.program.placeholders, self.program.inputs, strict=True)
         self._inputs = [self._converter(node, put) for node, put in nodes]
-        self._momenta = {i: put.name for i, put in enumerate(self.program.inputs) if put.kind == "momentum"}
         self._names = [
             ((put.kind, put.name), put.kind != "parameter" or bool(node.users))
             for node, put in zip(self.program.placeholders, self.program.inputs, strict=True)
@@ -91,6 +90,7 @@ class CompiledCall:
         ends = [(i, node, output) for i, (node, output) in enumerate(results) if node is not None]
         self._outputs = {i: self._converter(node, output) for i, node, output in ends}
         self._is_plain = {i: self._is_returned_plain(i) for i in indices.outputs}
+        self.feedback = CallFeedback(feedback, self.program, runner, self._inputs, self._outputs)
         self._needs_no_gradient = [not leaf.requires_grad for _, leaf in compilation.convention.tensors]
         self.gather: ParameterGather | None = None
         if gathered is not None and indices.computed:
@@ -161,7 +161,7 @@ class CompiledCall:
         """Run the forward part. Returns the outputs, and the values saved for backward."""
         with without_autocast(self.conversion.comm.device):
             inputs = self._shards(values)
-            inputs = self._with_feedback(inputs) if self.runner.computes_in_forward else inputs
+            inputs = self.feedback.given(inputs) if self.runner.computes_in_forward else inputs
             gathered = None if self.gather is None else self.gather(values, inputs)
             rows, saved = self.runner.forward(inputs, gathered)
         columns: Columns = list(zip(*rows, strict=True))
@@ -197,16 +197,16 @@ class CompiledCall:
 
     def backward(
         self, saved: SavedEnvs, gradients: Values, plain: frozenset[int], keep: bool, deferred: Mapping[int, Tensor],
-        stepped: Gradients | None, added: Collection[str] = (), unwanted: Collection[int] = (),
+        stepped: Gradients | None, of: BackwardGradients,
     ) -> list[Tensor | None]:  # fmt: skip
         """Run the backward part. Returns the gradients of all inputs, as DTensors unless their index is in ``plain``.
 
         ``gradients``: those of the outputs. ``deferred``: the parameters whose gradients may be reduced later, by index
-        of the program's outputs. ``stepped``: takes the gradients of parameters, which are then not returned. ``added``
-        and ``unwanted``: see ``gradients_of_momenta`` and ``unwanted``.
+        of the program's outputs. ``stepped``: takes the gradients of parameters, which are then not returned. ``of``:
+        what is special about these gradients.
         """
         starts = self._shards(self._tangents(gradients))
-        tangents = starts if self.runner.computes_in_forward else self._with_feedback(starts, unwanted)
+        tangents = starts if self.runner.computes_in_forward else self.feedback.given(starts, of)
         reduction: DeferredReduction | None = None
         if deferred:
             columns, reduction = self._accumulate(saved, tangents, keep, deferred)
@@ -218,7 +218,7 @@ class CompiledCall:
                 else:
                     rows, _ = self.runner.accumulate(saved, tangents, keep, totals, True, takers)
             columns = list(zip(*separate_rows(rows, starts, self._own_gradients), strict=True))
-        self._keep_feedback(columns, unwanted)
+        self.feedback.keep(columns, of)
         results: list[Tensor | None] = [None] * len(self.program.inputs)
         tier = self.conversion.tier
         for i, output in self._indices.gradients.items():
@@ -227,61 +227,8 @@ class CompiledCall:
             elif shards := _present(columns[output]):  # else another stage of a pipeline has it
                 if tier is not None and self.program.inputs[i].kind == "parameter":
                     shards = [tier.stored(each) for each in shards]
-                if self.program.outputs[output].name in added and self.feedback.momentum is not None:
-                    shards = [each * (1 - self.feedback.momentum.option.beta) for each in shards]
-                results[i] = self._outputs[output].to_tensor(shards, i in plain)
+                results[i] = self._outputs[output].to_tensor(self.feedback.as_added(output, shards, of), i in plain)
         return results
-
-    def gradients_of_momenta(self) -> set[str]:
-        """The parameters that get a gradient in the running backward that is added to a momentum, and sent as it is."""
-        if self.feedback.momentum is None:
-            return set()
-        outputs, results = self.program.outputs, self.program.results
-        parameters = ((self.program.inputs[i].kind, output) for i, output in self._indices.gradients.items())
-        trained = [outputs[i].name for kind, i in parameters if kind == "parameter" and results[i] is not None]
-        return self.feedback.momentum.note_backward(self._momenta.values(), trained)
-
-    def unwanted(self, nodes: Sequence[Any]) -> set[int]:
-        """The residuals, by index, of gradients that the running backward does not ask for: they are not replaced.
-
-        ``nodes``: as for ``accumulated``.
-        """
-        inputs = self.program.inputs
-        nodes_of = {put.name: nodes[i] for i, put in enumerate(inputs) if put.kind == "parameter"}
-        owners = {i: residual_owner(inputs[i].name) for i in self._indices.residuals}
-        return {i for i, name in owners.items() if not _is_wanted(nodes_of.get(name))}
-
-    def _with_feedback(self, rows: Sequence[Values], unwanted: Collection[int] = ()) -> Rows:
-        """Rows of inputs with what codes left out of gradients before, and with the momenta that are sent."""
-        states = {i: self._residual(i) for i in self._indices.residuals if self.runner.reads_input(i)}
-        states = {i: each.clone() if i in unwanted else each for i, each in states.items()}  # the program writes to it
-        if self._momenta:
-            assert self.feedback.momentum is not None
-            states |= zip(self._momenta, self.feedback.momentum.of(self._momenta.values()), strict=True)
-        result = [list(row) for row in rows]
-        for i, state in states.items():
-            for row, piece in zip(result, self._inputs[i].to_shards(state), strict=True):
-                row[i] = piece
-        return result
-
-    def _keep_feedback(self, columns: Columns, unwanted: Collection[int] = ()) -> None:
-        """Keep what codes left out of the gradients in ``columns``, and note the momenta among these."""
-        if self._momenta:
-            assert self.feedback.momentum is not None
-            found = (self.program.outputs[i].name for i in self._indices.gradients.values() if _present(columns[i]))
-            self.feedback.momentum.note_sent(set(found).intersection(self._momenta.values()))
-        for i, output in self._indices.residuals.items():
-            if i not in unwanted and (shards := _present(columns[output])):
-                residual = self._residual(i)
-                if self.runner.computes_in_forward:
-                    shards = [*map(torch.add, self._inputs[i].to_shards(residual), shards)]
-                self._outputs[output].write(residual, shards)
-
-    def _residual(self, index: int) -> Tensor:
-        """What codes left out of a gradient, by index of the program's inputs."""
-        node, put = self.program.placeholders[index], self.program.inputs[index]
-        zeros = partial(self._inputs[index].zeros, put.type.dtype)
-        return self.feedback.residuals.tensor(put.name, put.type, self.program.sharding(node), zeros)
 
     def _tangents(self, gradients: Values) -> list[Tensor | None]:
         """The incoming gradients of the outputs as inputs of the program; zeros for outputs without one."""
@@ -386,10 +333,10 @@ class CompiledCall:
             self.gate.enter(Entry(Kind.REDUCE, self.gate.digest))
         self.accumulation.note_read()
         with torch.no_grad(), telling_others(), without_autocast(self.conversion.comm.device):
-            states = self._with_feedback([[None] * len(self.program.inputs) for _ in sums])
+            states = self.feedback.given([[None] * len(self.program.inputs) for _ in sums])
             rows = separate_rows(self.runner.close(sums, states), [()] * len(sums))
         columns = list(zip(*rows, strict=True))
-        self._keep_feedback(columns)
+        self.feedback.keep(columns)
         return self._reduced(columns)
 
     def _reduced(self, columns: Columns) -> dict[int, Tensor]:
@@ -455,13 +402,11 @@ class ProgramFunction(torch.autograd.Function):
             call.enter_backward(ctx.number, gradients, values, mode)
             if call.gather is not None:
                 at_end_of_backward(call.gather.cache.note_backward)
-            added, unwanted = call.gradients_of_momenta(), call.unwanted(nodes)
+            of = call.feedback.begin_backward(nodes)
             stepped = None if creates_graph else call.stepped(values, nodes, accumulated)
             deferred = call.deferrable(accumulated) if stepped is None else {}
-            results = call.backward(
-                ctx.saved, gradients, ctx.tensors.plain, retains_graph(), {} if added else deferred, stepped, added,
-                unwanted,
-            )  # fmt: skip
+            deferred = {} if of.added else deferred  # the sums that wait become momenta
+            results = call.backward(ctx.saved, gradients, ctx.tensors.plain, retains_graph(), deferred, stepped, of)
         if creates_graph:  # RuntimeError if a second derivative is computed through the gradients
             message = b"a gradient of a parallel model has no gradient itself: leave create_graph out"
             refuse: Any = torch._C._functions.DelayedError(message, len(results))
@@ -477,14 +422,6 @@ def _is_accumulated(node: Any) -> bool:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # autograd.grad of a leaf
         return False
-
-
-def _is_wanted(node: Any) -> bool:
-    """Whether the running backward asks for the gradient that a node receives."""
-    try:
-        return node is not None and bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # a leaf that autograd.grad asks for
-        return True
 
 
 def _present(shards: Sequence[Tensor | None]) -> list[Tensor]:
@@ -530,8 +467,8 @@ class ProgramIndices:
 
     ``outputs``: the model's outputs. ``arguments``: inputs that are arguments of the call. ``random``: random keys, if
     an op draws. ``tangents``: by an output's name, the input that is its gradient. ``written`` and ``gradients``: by
-    input, the output that is its new value, or its gradient. ``residuals``: by a residual's input, the output that is
-    the new residual. ``computed``: by a parameter's name, the output that is the gathered parameter.
+    input, the output that is its new value, or its gradient. ``computed``: by a parameter's name, the output that is
+    the gathered parameter.
     """
 
     outputs: tuple[int, ...]
@@ -540,7 +477,6 @@ class ProgramIndices:
     tangents: Mapping[str, int]
     written: Mapping[int, int]
     gradients: Mapping[int, int]
-    residuals: Mapping[int, int]
     computed: Mapping[str, int]
 
     @staticmethod
@@ -556,6 +492,5 @@ class ProgramIndices:
             {put.name: i for i, put in inputs if put.kind == "tangent"},
             {owner: i for kind, owner, i in owned if kind in ("buffer", "changed")},
             {owner: i for kind, owner, i in owned if kind == "gradient"},
-            {owner: i for kind, owner, i in owned if kind == "residual"},
             {output.name: i for i, output in outputs if output.kind == "computed"},
         )

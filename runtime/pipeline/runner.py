@@ -39,7 +39,7 @@ class StepGradients:
     scale: float
 
 
-OF_BACKWARD = ("gradient", "residual")  # kinds of outputs that backward returns
+RESULTS_OF_BACKWARD = ("gradient", "residual")  # kinds of outputs that backward returns
 
 
 class PipelineRunner(Runner):
@@ -87,7 +87,7 @@ class PipelineRunner(Runner):
             on_host = self._stored_on_host(inputs)
             rows = in_place_of_parameters(rows, [owner in on_host for _, owner, _ in ends_of(self.program)], self.host)
         self._subtract_residuals(rows, inputs)
-        is_late = [output.kind in OF_BACKWARD for output in self.program.outputs]
+        is_late = [output.kind in RESULTS_OF_BACKWARD for output in self.program.outputs]
         outputs, gradients = (
             [[value if kind == of else None for value, of in zip(row, is_late, strict=True)] for row in rows]
             for kind in (False, True)
