@@ -68,9 +68,8 @@ def encode_collectives(program: Program) -> Program:
     for message in messages:
         _encode_message(program, *message)
     fed = {node for node, steps in coded.items() if contents.feeds_back(node, steps)}
-    for node in fed & _timed(program):  # one residual would have to go from microbatch to microbatch
-        del coded[node]
-    fed &= coded.keys()
+    repeated = fed & _timed(program)  # a residual would have to go from microbatch to microbatch
+    coded, fed = {node: steps for node, steps in coded.items() if node not in repeated}, fed - repeated
     residuals = Residuals(program, fed)
     for node, steps in coded.items():
         with program.graph.inserting_before(node):

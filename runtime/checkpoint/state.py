@@ -88,20 +88,21 @@ def state_to_save(module: nn.Module, optimizer: Optimizer | None, others: Mappin
         state.tensors[key_of(("model", name))] = Stored(tuple(tensor.shape), own_part(tensor), layout, is_saved)
     state.aliases.update(names.aliases)
     if names.others:
-        state.values["extra_state"] = _encoded("extra_state", names.others, state, ranks)
+        state.values["extra_state"] = _encoded(names.others, state, ranks, "extra_state")
     if isinstance(module, ParallelModule):
         state.values["random"] = {"seed": module.shardc.seed, "step": module.shardc.step}
         if residuals := module.shardc.feedback.residuals.by_name():
-            state.values["residuals"] = {
-                name: _residuals(module, name, each, state, ranks) for name, each in residuals.items()
-            }
+            encoded = state.values["residuals"] = {}
+            for name, each in residuals.items():
+                is_saved = is_saved_here(module, residual_owner(name))
+                encoded[name] = _encoded(each, state, ranks, "residuals", name, is_saved=is_saved)
         if module.shardc.outer is not None and (early := module.shardc.outer.early_by_name()):
-            state.values["outer"] = _encoded("outer", early, state, ranks)
+            state.values["outer"] = _encoded(early, state, ranks, "outer")
     if optimizer is not None:
         state.values["optimizer"] = _optimizer_values(module, names, optimizer, layouts, state)
     for section, value in others.items():
         if value is not None:
-            state.values[section] = _encoded(section, value, state, ranks)
+            state.values[section] = _encoded(value, state, ranks, section)
     return state
 
 
@@ -142,19 +143,13 @@ def _position_in(mesh: DeviceMesh) -> int:
     return position
 
 
-def _encoded(section: str, value: Any, state: State, ranks: Ranks) -> Any:
-    """The encoded values of a section; plain tensors among them are equal on all ranks of the job."""
-    tensors: dict[str, Tensor] = {}
-    encoded = encode(value, (section,), tensors)
-    for key, each in tensors.items():
-        state.tensors[key] = Stored(tuple(each.shape), own_part(each), layout_of(each, ranks, key))
-    return encoded
+def _encoded(value: Any, state: State, ranks: Ranks, *path: str, is_saved: bool = True) -> Any:
+    """The encoded values of a section, or of a ``path`` in it; plain tensors are equal on all ranks of the job.
 
-
-def _residuals(module: nn.Module, name: str, residuals: list[Tensor], state: State, ranks: Ranks) -> Any:
-    """The encoded residuals of a gradient, which the first stage saves that holds its parameter."""
+    ``is_saved``: whether this rank's stage of a pipeline saves them, of several that hold them.
+    """
     tensors: dict[str, Tensor] = {}
-    encoded, is_saved = encode(residuals, ("residuals", name), tensors), is_saved_here(module, residual_owner(name))
+    encoded = encode(value, path, tensors)
     for key, each in tensors.items():
         state.tensors[key] = Stored(tuple(each.shape), own_part(each), layout_of(each, ranks, key), is_saved)
     return encoded

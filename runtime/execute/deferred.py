@@ -41,8 +41,8 @@ class Deferred:
         self._now = [node for node in calls if node not in deferred]
         self._later = [node for node in calls if node in deferred]
         self._deferred = {slots[node] for node in self._later}
-        read = {(each, node) for node in self._later for each in node.all_input_nodes if each not in deferred}
-        self.open = {slots[each] for each, node in read if each not in state_of(node)}
+        read = set[fx.Node]().union(*(set(node.all_input_nodes) - set(state_of(node)) for node in self._later))
+        self.open = {slots[each] for each in read if each not in deferred}
         self.closing = PartRunner(lower(self._later, self._now), self._kept)
         self._parts: dict[tuple[bool, bool, bool, bool], PartRunner] = {}
 

@@ -21,6 +21,11 @@ Env = list[Any]  # the values of one rank, by slot; None before a value is compu
 Values = Sequence[Tensor | None]  # in the order of a program's inputs, or of its outputs
 
 
+def present(values: Values) -> list[Tensor]:
+    """The values without None."""
+    return [each for each in values if each is not None]
+
+
 class PartRunner:
     """Runs a part of a program on envs.
 

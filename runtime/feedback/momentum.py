@@ -94,9 +94,10 @@ class MomentumSteps(StepWatcher):
             raise ShardingError(self.option.text, "with a GradScaler", problem, "use bfloat16 without one")
 
     def note_backward(self, sent: Iterable[str], trained: Iterable[str]) -> set[str]:
-        """Note a backward with gradients of the ``trained`` parameters, for which the ``sent`` ones become momenta.
+        """Note a backward. It computes gradients of the ``trained`` parameters; the program sends ``sent`` as momenta.
 
-        Returns the names of the others whose gradients are added to a momentum: they have to be scaled by 1 - beta.
+        Returns the names of the other parameters whose ``.grad`` is a momentum: their gradients have to be multiplied
+        by 1 - beta before they are added to it.
         Raises an OrderError where a momentum would be added to a gradient of another step, or that was changed.
         """
         names, added, backward = set(sent), set[str](), torch._C._current_graph_task_id()

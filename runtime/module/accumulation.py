@@ -206,6 +206,18 @@ def at_end_of_backward(callback: Any) -> None:
     engine.queue_callback(callback)
 
 
+def computes_gradient(node: Any, of_returned: bool = False) -> bool:
+    """Whether the running backward computes the gradient that an autograd node receives, to add it to ``.grad``.
+
+    It does not where ``inputs=`` names others. ``of_returned``: the answer for a leaf's gradient that
+    ``torch.autograd.grad`` returns and does not add.
+    """
+    try:
+        return node is not None and bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # a leaf that autograd.grad names
+        return of_returned
+
+
 def separate_rows(rows: Sequence[Values], tangents: Sequence[Values], own: Container[int] = ()) -> Rows:
     """The gradients of each position in memory of their own; a row that several microbatches share stays one row.
 

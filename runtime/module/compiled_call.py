@@ -31,7 +31,7 @@ from ..comm.dtensor import local
 from ..comm.failure import telling_others
 from ..execute.deferred import Sums
 from ..execute.executor import Runner, SavedEnvs, without_autocast
-from ..execute.part import Values
+from ..execute.part import Values, present
 from ..feedback.call import BackwardGradients, CallFeedback
 from ..feedback.feedback import Feedback
 from ..tensor.reduction import complete_norms
@@ -40,6 +40,7 @@ from .accumulation import (
     Accumulation,
     DeferredReduction,
     at_end_of_backward,
+    computes_gradient,
     deferred_gradient,
     deferred_reduction_of,
     reduce_now,
@@ -168,10 +169,10 @@ class CompiledCall:
         for i, output in self._indices.written.items():
             buffer = values[i]
             assert buffer is not None
-            self._outputs[output].write(buffer, _present(columns[output]))
+            self._outputs[output].write(buffer, present(columns[output]))
         outputs: list[Tensor] = []
         for i in self._indices.outputs:
-            value = self._outputs[i].to_tensor(_present(columns[i]), self._is_plain[i])
+            value = self._outputs[i].to_tensor(present(columns[i]), self._is_plain[i])
             if not isinstance(value, DTensor):  # not the saved tensor, which would keep its graph alive, or be changed
                 value = value.clone() if i in self._saved_outputs else value.detach()
             outputs.append(value)
@@ -224,7 +225,7 @@ class CompiledCall:
         for i, output in self._indices.gradients.items():
             if reduction is not None and output in deferred:
                 results[i] = deferred_gradient(reduction, output, deferred[output])
-            elif shards := _present(columns[output]):  # else another stage of a pipeline has it
+            elif shards := present(columns[output]):  # else another stage of a pipeline has it
                 if tier is not None and self.program.inputs[i].kind == "parameter":
                     shards = [tier.stored(each) for each in shards]
                 results[i] = self._outputs[output].to_tensor(self.feedback.as_added(output, shards, of), i in plain)
@@ -270,7 +271,7 @@ class CompiledCall:
         """
         outputs = {i: output for i, output in self._indices.gradients.items() if output in self.runner.deferred}
         parameters = {output: each for i, output in outputs.items() if isinstance(each := values[i], DTensor)}
-        is_all = len(parameters) == len(outputs) and all(_is_accumulated(nodes[i]) for i in outputs)
+        is_all = len(parameters) == len(outputs) and all(computes_gradient(nodes[i]) for i in outputs)
         return parameters if is_all else {}
 
     def deferrable(self, parameters: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
@@ -290,7 +291,7 @@ class CompiledCall:
         pairs: list[tuple[int, Any, int]] = [
             (i, values[i], output) for i, output in self._indices.gradients.items() if output in taken
         ]
-        if not all(_is_accumulated(nodes[i]) and stepping.steps(parameter) for i, parameter, _ in pairs):
+        if not all(computes_gradient(nodes[i]) and stepping.steps(parameter) for i, parameter, _ in pairs):
             return None
         parameters, totals = {output: parameter for _, parameter, output in pairs}, None
         before = deferred_reduction_of(list(accumulated.values()), self._reduce)
@@ -340,7 +341,7 @@ class CompiledCall:
         return self._reduced(columns)
 
     def _reduced(self, columns: Columns) -> dict[int, Tensor]:
-        gradients = {i: _present(columns[i]) for i in self.runner.deferred}
+        gradients = {i: present(columns[i]) for i in self.runner.deferred}
         return {i: local(self._outputs[i].to_tensor(each, is_plain=False)) for i, each in gradients.items()}
 
     def _shards(self, values: Values) -> list[list[Tensor | None]]:
@@ -405,27 +406,13 @@ class ProgramFunction(torch.autograd.Function):
             of = call.feedback.begin_backward(nodes)
             stepped = None if creates_graph else call.stepped(values, nodes, accumulated)
             deferred = call.deferrable(accumulated) if stepped is None else {}
-            deferred = {} if of.added else deferred  # the sums that wait become momenta
+            deferred = {} if of.added else deferred  # these are scaled now, and sums that wait are not
             results = call.backward(ctx.saved, gradients, ctx.tensors.plain, retains_graph(), deferred, stepped, of)
         if creates_graph:  # RuntimeError if a second derivative is computed through the gradients
             message = b"a gradient of a parallel model has no gradient itself: leave create_graph out"
             refuse: Any = torch._C._functions.DelayedError(message, len(results))
             results = refuse(*(each if each is None else each.detach().requires_grad_() for each in results))
         return None, *results
-
-
-def _is_accumulated(node: Any) -> bool:
-    """Whether the running backward adds to ``.grad`` at a node; ``autograd.grad`` and other ``inputs=`` do not."""
-    if node is None:
-        return False
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # autograd.grad of a leaf
-        return False
-
-
-def _present(shards: Sequence[Tensor | None]) -> list[Tensor]:
-    return [each for each in shards if each is not None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from shardc.costs.stages.lifetime import ResidentStages, stage_turns, ways_after
 from shardc.costs.stages.schedule import PART_OF_PHASE, schedule_of
 from shardc.language.errors import second_backward
 from shardc.language.words import Part
+from shardc.program.lifetime import PART_OF
 from shardc.program.program import Program, ends_of, parameters_of
 from shardc.program.stages import PARTS_OF, Crossing, is_cut_in_time, stages_of
 from shardc.schedules.schedule import ALL, COMPUTE, RECEIVES, SENDS, Action
@@ -39,15 +40,13 @@ class StepGradients:
     scale: float
 
 
-RESULTS_OF_BACKWARD = ("gradient", "residual")  # kinds of outputs that backward returns
-
-
 class PipelineRunner(Runner):
     """Runs a pipeline: its forward runs a whole step, and its backward scales the gradients of that step.
 
     ``comm``: the collectives of a stage's ranks. ``here``: the pipeline's ranks in this process, all of them by
     default. ``readers``: for each parameter that is read, the pipeline's ranks whose stages read it. ``trained``: the
-    parameters that get gradients.
+    parameters that get gradients. ``residuals``: by index of an output that is a new residual, the input that is the
+    old one.
 
     Inputs and results have a row for each position of the program: for each microbatch, the stage's ranks. Nothing is
     kept between steps.
@@ -66,6 +65,9 @@ class PipelineRunner(Runner):
         own = [stage for stage, rank in enumerate(place) if rank in self.here]
         self.stage_runners = {stage: StageRunner(self.stages, stage, comm) for stage in own}
         self.results = StageResults(self.stages)
+        places, ends = {node: i for i, node in enumerate(program.placeholders)}, enumerate(ends_of(program))
+        owners = {i: owner for i, (output, owner, _) in ends if output.kind == "residual"}
+        self.residuals = {i: places[owner] for i, owner in owners.items() if owner is not None}
         parts = [part for stage in own for part in self.stages.stages[stage].parts.values()]
         self._calls = {node for part in parts for node in part}
         self.readers = {
@@ -86,8 +88,9 @@ class PipelineRunner(Runner):
         if self.host is not None:
             on_host = self._stored_on_host(inputs)
             rows = in_place_of_parameters(rows, [owner in on_host for _, owner, _ in ends_of(self.program)], self.host)
-        self._subtract_residuals(rows, inputs)
-        is_late = [output.kind in RESULTS_OF_BACKWARD for output in self.program.outputs]
+        if self.residuals:
+            self._subtract_residuals(rows, inputs)
+        is_late = [PART_OF[output.kind] == "backward" for output in self.program.outputs]
         outputs, gradients = (
             [[value if kind == of else None for value, of in zip(row, is_late, strict=True)] for row in rows]
             for kind in (False, True)
@@ -96,12 +99,9 @@ class PipelineRunner(Runner):
 
     def _subtract_residuals(self, rows: Rows, inputs: Sequence[Values]) -> None:
         """Subtract the old residuals from the new ones: other steps may change them before backward."""
-        places = {node: i for i, node in enumerate(self.program.placeholders)}
-        owners = {i: places[owner] for i, (output, owner, _) in enumerate(ends_of(self.program))
-                  if output.kind == "residual" and owner is not None}  # fmt: skip
         done = set[int]()
         for row, before in zip(rows, inputs, strict=True):
-            for i, owner in owners.items():
+            for i, owner in self.residuals.items():
                 new, old = row[i], before[owner]
                 if new is not None and old is not None and id(new) not in done:  # microbatches share it
                     done.add(id(new.sub_(old)))

@@ -41,9 +41,9 @@ def cluster(links: Any, device: Device | str | None, devices: int, nodes: int) -
         device = load(device).device
     if isinstance(links, Machine):
         return links if device is None else machine_of(links, device)
-    each = _each(links)
-    inside, between, measured = _links(each)
-    if nodes == 1 and len(each) > 1:
+    listed = _each(links)
+    inside, between, measured = _links(listed)
+    if nodes == 1 and len(listed) > 1:
         problem, remedy = "one node has no link to another", "say 2 nodes, or one link alone"
         raise OptionError("links", f"{links!r}, of 1 node", problem, remedy)
     if nodes > 1 and between is None:
