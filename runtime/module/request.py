@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from shardc.capture.model_state import ModelTensors
@@ -15,6 +18,15 @@ from ..agreement.entry import Kind
 from ..agreement.request import request_lines
 
 Key = tuple[Hashable, ...]
+
+
+def is_recomputed() -> bool:
+    """Whether ``torch.utils.checkpoint`` makes the present call in backward, a second time."""
+    is_in_backward = torch._C._current_graph_task_id() != -1
+    frame = sys._getframe() if is_in_backward else None
+    while frame is not None and frame.f_code.co_filename != torch.utils.checkpoint.__file__:
+        frame = frame.f_back
+    return frame is not None
 
 
 @dataclass(slots=True)

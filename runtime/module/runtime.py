@@ -42,7 +42,7 @@ from .call_sizes import CallSizes
 from .compiled_call import Compilation, CompiledCall
 from .conversion import Arrival, Conversion, DistributedConversion
 from .optimizer import note_copied, note_in_backward
-from .request import CallRequest, Key
+from .request import CallRequest, Key, is_recomputed
 from .submodule import own_forwards, stand_for_forwards
 from .value import TensorValue, Value
 
@@ -120,6 +120,8 @@ class ModuleRuntime:
             variants = self._compiled(request)
             if request.is_training and variants.latest.draws:
                 self._warn_of_seed()
+                if is_recomputed():
+                    raise self._drawn_twice()
             if self.outer is not None:
                 self.outer.begin()
             self.step += request.is_training
@@ -384,6 +386,11 @@ class ModuleRuntime:
             who, problem = f"a {type(self.model).__name__}", "its random numbers do not depend on it, but on seed=0"
             text = error_text(who, "torch was seeded after parallelize", problem, "say parallelize(..., seed=)")
             warnings.warn(text, stacklevel=5)
+
+    def _drawn_twice(self) -> OrderError:
+        who, what = f"a {type(self.model).__name__}", "a checkpoint around it calls it again in backward"
+        problem = "its random numbers would differ from those of the first call"
+        return OrderError(who, what, problem, "call it outside of the checkpoint, and say parallelize(..., remat=)")
 
     def _warn_of_many(self, signatures: Sequence[Signature]) -> None:
         *_, one, other = signatures

@@ -6,7 +6,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from operator import is_
 from types import CellType, FunctionType, SimpleNamespace
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from shardc.language.errors import error_text
 
@@ -106,6 +107,14 @@ def no_checkpoints() -> Iterator[None]:
         override_attribute(home, f"{name}_impl" if hasattr(home, f"{name}_impl") else name, generator),  # torch 2.14
         override_attribute(home, "CheckpointFunction", plain_call),
     ):
+        yield
+
+
+@contextmanager
+def no_outer_hooks() -> Iterator[None]:
+    """Keep what autograd saves from hooks around the call, such as those of a checkpoint that contains it."""
+    has_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    with saved_tensors_hooks(lambda saved: saved, lambda saved: saved) if has_hooks else nullcontext():
         yield
 
 
