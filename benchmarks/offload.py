@@ -2,7 +2,7 @@
 
 ::
 
-    python benchmarks/offload.py --limit 500 --times 6
+    python benchmarks/offload.py --limit 700 --times 6
 
 Two processes train a model with ``Zero(offload="parameters", to=FOLDER)`` under a memory limit: in one the optimizer
 steps after backward, in the other during backward (``shardc.step_in_backward``). Two more train without a limit: one
@@ -54,7 +54,7 @@ MALLOC = {"MALLOC_MMAP_THRESHOLD_": "131072"}  # else glibc raises this threshol
 def main() -> None:
     """Train in every way, and print times, bytes and losses."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--limit", type=int, default=500, help="MB of memory of the process")
+    parser.add_argument("--limit", type=int, default=700, help="MB of memory of the process")
     parser.add_argument("--times", type=float, default=6, help="states of the model, in limits")
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--rows", type=int, default=2, help=f"of {POSITIONS} tokens, in a batch")

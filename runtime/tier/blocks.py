@@ -1,14 +1,14 @@
 """A step of an optimizer on parameters in files, block by block.
 
 A block of a parameter, of its gradient and of its states is read into memory, stepped there by the optimizer's own
-code, and written while the next block is read and stepped. The results equal those of a step of the whole parameter,
-since steps are elementwise. Only two blocks are in memory at a time, and they fit into a processor's cache.
+code, and written. Meanwhile the next block is read and the last one is written, so three blocks are in memory at a
+time. The results equal those of a step of the whole parameter, since steps are elementwise.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, wait
 from typing import Any
 
@@ -21,11 +21,15 @@ from torch.optim.optimizer import Optimizer
 from ..comm.dtensor import local
 from .files import is_open, read, write
 from .tier import TRANSFERRING
+from .worker import Worker
 
-BLOCK = 2**20  # bytes of a tensor that are stepped at a time
+BLOCK = 2**21  # bytes of a tensor that are stepped at a time
+NUM_BLOCKS = 3  # in memory: one is read, one is stepped, one is written
+WRITING = Worker("shardc-write")
 PAGE = 4096  # alignment of memory for transfers past the page cache
 PARAMETER, GRADIENT = "a parameter", "a gradient"  # keys next to the names of an optimizer's states
 Tensors = dict[str, Tensor]
+Futures = list[Future[Any]]
 
 
 def steps_in_blocks(parameter: Tensor) -> bool:
@@ -41,13 +45,13 @@ def part_of(optimizer: Optimizer) -> Any:
 
 
 class Blocks:
-    """Steps parameters in blocks, with memory for two blocks: one is written while the other is read and stepped.
+    """Steps parameters in blocks.
 
-    State: ``_memory``, for each of the two blocks the memory of its tensors by name, shared by all parameters.
+    State: ``_memory``, for each of the blocks in memory that of its tensors by name, shared by all parameters.
     """
 
     def __init__(self) -> None:
-        self._memory = Tensors(), Tensors()
+        self._memory = [Tensors() for _ in range(NUM_BLOCKS)]
 
     def step(self, optimizer: Optimizer) -> None:
         """Do ``optimizer.step()`` in blocks; ``steps_in_blocks`` must hold for all its parameters."""
@@ -62,20 +66,20 @@ class Blocks:
 
     def _step(self, optimizer: Optimizer, group: Mapping[str, Any], parameter: Any) -> None:
         """Step a parameter. States that the step of the first block creates are created for the whole parameter."""
-        state, writing = optimizer.state.get(parameter, {}), list[Future[None]]()
+        state, reading, writing = optimizer.state.get(parameter, {}), Futures(), Futures()
         of_elements, others = _divided(state, parameter)
         written = {PARAMETER: parameter, **of_elements}
         flat = {name: local(each).view(-1) for name, each in written.items()}
         flat[GRADIENT] = local(parameter.grad).reshape(-1)
         try:
-            for part, block in self._blocks(dict(flat), writing):
+            for part, block in self._blocks(dict(flat), reading, writing):
                 stepped, rest = _stepped(optimizer, group, block, others)
                 for name in stepped.keys() - flat.keys():
                     written[name] = state[name] = torch.empty_like(parameter, dtype=stepped[name].dtype)
                     flat[name] = local(state[name]).view(-1)
-                writing.append(TRANSFERRING.submit(_write, {name: flat[name][part] for name in stepped}, stepped))
+                writing.append(WRITING.submit(_write, {name: flat[name][part] for name in stepped}, stepped))
         finally:
-            wait(writing)  # before other parameters reuse the blocks' memory
+            wait((*reading, *writing))  # before other parameters reuse the blocks' memory
         for each in writing:
             each.result()
         state.update(rest)
@@ -83,19 +87,26 @@ class Blocks:
             optimizer.state[parameter] = state
         increment_version([parameter, *map(local, written.values())])
 
-    def _blocks(self, flat: Tensors, writing: Sequence[Future[None]]) -> Iterator[tuple[slice, Tensors]]:
-        """Yield the slice and the tensors of each block; a block's memory is reused once it has been written."""
+    def _blocks(self, flat: Tensors, reading: Futures, writing: Futures) -> Iterator[tuple[slice, Tensors]]:
+        """Yield the slice and the tensors of each block in turn, while a thread reads the next one.
+
+        ``reading`` and ``writing``: for each block so far its read, and its write, which the caller appends. A block
+        is read into the memory of an earlier one that has been written.
+        """
         size = BLOCK // max(each.itemsize for each in flat.values())
-        for i, begin in enumerate(range(0, flat[PARAMETER].numel(), size)):
-            if i > 1:
-                writing[i - 2].result()
-            part = slice(begin, begin + size)
-            yield part, self._read(flat, part, i % 2)
+        parts = [slice(begin, begin + size) for begin in range(0, flat[PARAMETER].numel(), size)]
+        for i, part in enumerate(parts):
+            if i >= NUM_BLOCKS:
+                writing[i - NUM_BLOCKS].result()
+            reading.append(TRANSFERRING.submit(self._read, flat, part, i % NUM_BLOCKS))
+            if i:
+                yield parts[i - 1], reading[i - 1].result()
+        yield parts[-1], reading[-1].result()
 
     def _read(self, flat: Tensors, part: slice, turn: int) -> Tensors:
         """A block of tensors: copies for tensors in files, views for tensors in memory.
 
-        Parameter and gradient go through the page cache, since backward has just read the one and made the other.
+        A gradient goes through the page cache, since backward has just made it.
         """
         block = {name: each[part] for name, each in flat.items()}
         memory = self._memory[turn]
@@ -104,7 +115,7 @@ class Blocks:
                 if name not in memory:
                     memory[name] = _memory_of_block()
                 place = memory[name][: each.nbytes].view(each.dtype)
-                block[name] = read(each, place, is_cached=name in (PARAMETER, GRADIENT))
+                block[name] = read(each, place, is_cached=name == GRADIENT)
         return block
 
 

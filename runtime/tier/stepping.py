@@ -32,7 +32,7 @@ ELEMENTWISE = (
 )  # fmt: skip
 WORKER = Worker("shardc-step")  # one thread, with which a kernel's own threads stay
 # Gradients that may wait, and their bytes; each is alive until its step is done. A larger one waits alone.
-MOST_WAITING, MOST_BYTES = 2, 2**24
+MOST_WAITING, MOST_BYTES = 3, 2**25
 
 
 class SteppingInBackward:

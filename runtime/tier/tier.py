@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
+from math import prod
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ from .files import empty_in, folder_of, read, write
 from .host import Host
 from .worker import Worker
 
+HUGE_PAGE, ADVICE = 2**21, getattr(mmap, "MADV_HUGEPAGE", None)  # bytes, and what to tell Linux
 TRANSFERRING = Worker("shardc-fetch")  # one thread for all tiers, since each reserves address space for its stack
 
 
@@ -46,8 +50,11 @@ class Tier:
         """The tensor itself if it is in the tier, else a copy there."""
         return x if self.has(x) else self.copied(x)
 
-    def fetch(self, x: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
-        """Start a copy to the device, to ``into`` if it is given. Returns a function that waits for it."""
+    def fetch(self, x: Tensor, into: Tensor | None = None, is_cached: bool = False) -> Callable[[], Tensor]:
+        """Start a copy to the device, to ``into`` if it is given. Returns a function that waits for it.
+
+        ``is_cached``: the page cache holds the tensor's file, because it was just written.
+        """
         if x.is_meta:
             return lambda: x
         if self._host.has_streams:
@@ -59,8 +66,8 @@ class Tier:
 
             return wait
         with torch.inference_mode(False):  # the copy may be kept, and overwritten later outside of that mode
-            copy = torch.empty(x.shape, dtype=x.dtype) if into is None else into
-        return TRANSFERRING.submit(_copied, copy, x).result
+            copy = _in_huge_pages(x.shape, x.dtype) if into is None else into
+        return TRANSFERRING.submit(_copied, copy, x, is_cached).result
 
     def offload(self, x: Tensor) -> Callable[[], Tensor]:
         """Start a copy to the tier. Returns a function that waits for it. Tensors on meta and fake ones stay."""
@@ -96,7 +103,7 @@ class Tier:
 
     def restore(self, x: Tensor) -> Callable[[], Tensor]:
         """Like ``fetch``, for a saved tensor, into memory of the computing stream, which is free after its last use."""
-        return self.fetch(x, torch.empty_like(x, device=self.device))
+        return self.fetch(x, torch.empty_like(x, device=self.device), is_cached=True)
 
     def _empty_like(self, x: Tensor) -> Tensor:
         """Memory in the tier with a tensor's strides, on which kernels of backward may rely."""
@@ -109,9 +116,20 @@ class Tier:
         return copy
 
 
+def _in_huge_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Memory for a copy, if it is large in huge pages: to make 512 small pages takes longer than to copy to them."""
+    nbytes = prod(shape) * dtype.itemsize
+    if nbytes < HUGE_PAGE or ADVICE is None:
+        return torch.empty(tuple(shape), dtype=dtype)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE)
+    with suppress(OSError):  # a system without huge pages
+        memory.madvise(ADVICE)
+    return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
+
+
 @torch.no_grad()
-def _copied(copy: Tensor, x: Tensor) -> Tensor:
-    return read(x, copy)
+def _copied(copy: Tensor, x: Tensor, is_cached: bool) -> Tensor:
+    return read(x, copy, is_cached)
 
 
 def tier_of(zero: Zero | None, device: torch.device) -> Tier | None:

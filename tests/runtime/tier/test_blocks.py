@@ -99,11 +99,11 @@ def in_bfloat16(to: Any, make: Any) -> tuple[list[Tensor], bool]:
     optimizer, generator = make(parallel.parameters()), torch.Generator().manual_seed(0)
     for _ in range(2):
         x = torch.randn(8, WIDTH, generator=generator).bfloat16()
-        with shardc.step_in_backward(parallel, optimizer):
+        with small_blocks(), shardc.step_in_backward(parallel, optimizer):
             parallel(x).square().sum().backward()
     states = [_own(state[key]) for state in optimizer.state.values() for key in sorted(state) if state[key] is not None]
     weight: Any = parallel.weight
-    has_blocks = blocks.steps_in_blocks(weight) and local(weight).nbytes > blocks.BLOCK
+    has_blocks = blocks.steps_in_blocks(weight)
     return [*map(local, parallel.parameters()), *states], has_blocks
 
 

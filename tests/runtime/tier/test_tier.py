@@ -234,3 +234,13 @@ def run_limited(to: str) -> subprocess.CompletedProcess[str]:
     variables = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(LIMITED), to]
     return subprocess.run(command, capture_output=True, text=True, env=variables, timeout=300)
+
+
+def test_a_large_copy_is_the_processes_own_and_lives_as_long_as_its_views() -> None:
+    x = torch.arange(2**21, dtype=torch.float32).view(2**10, -1)
+    view = tier_in("host", torch.device("cpu")).fetch(x)().t()[1:]
+    if not (child := os.fork()):
+        view.fill_(0)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert torch.equal(view, x.t()[1:])
