@@ -47,7 +47,7 @@ from .accumulation import (
     separate_rows,
 )
 from .conversion import Conversion, Converter, GatheredParameters, ParameterGather, plain
-from .request import CallRequest
+from .request import CallRequest, check_untransformed
 
 Columns = Sequence[Sequence[Tensor | None]]  # for each output of a program its shard on every rank
 
@@ -393,6 +393,7 @@ class ProgramFunction(torch.autograd.Function):
         edges = iter(ctx.next_functions)  # of the tensors among its arguments
         nodes = [next(edges)[0] if is_tensor else None for is_tensor in ctx.are_tensors]
         with torch.no_grad(), telling_others():
+            check_untransformed("backward of a parallel model", gradients)
             with nullcontext() if call.gate is None else call.gate.telling():
                 if call.accumulation.stepping is not None:
                     call.accumulation.stepping.begin_backward()

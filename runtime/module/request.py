@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shardc.capture.model_state import ModelTensors
 from shardc.capture.signature import Signature
+from shardc.language.errors import ShardingError
 
 from ..agreement.entry import Kind
 from ..agreement.request import request_lines
@@ -27,6 +28,15 @@ def is_recomputed() -> bool:
     while frame is not None and frame.f_code.co_filename != torch.utils.checkpoint.__file__:
         frame = frame.f_back
     return frame is not None
+
+
+def check_untransformed(what: str, gradients: Iterable[Tensor | None] = ()) -> None:
+    """Raise a ShardingError within a transform of ``torch.func``, and for gradients that autograd has batched."""
+    functorch = torch._C._functorch
+    are_batched = any(each is not None and functorch.is_legacy_batchedtensor(each) for each in gradients)
+    if are_batched or functorch.peek_interpreter_stack() is not None:
+        problem = "its program runs on plain tensors, which vmap, grad and jvp replace by their own"
+        raise ShardingError("torch.func", what, problem, "take gradients by backward() or torch.autograd.grad")
 
 
 @dataclass(slots=True)

@@ -42,7 +42,7 @@ from .call_sizes import CallSizes
 from .compiled_call import Compilation, CompiledCall
 from .conversion import Arrival, Conversion, DistributedConversion
 from .optimizer import note_copied, note_in_backward
-from .request import CallRequest, Key, is_recomputed
+from .request import CallRequest, Key, check_untransformed, is_recomputed
 from .submodule import own_forwards, stand_for_forwards
 from .value import TensorValue, Value
 
@@ -114,6 +114,7 @@ class ModuleRuntime:
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any], model: nn.Module | None = None) -> Any:
         """Run the model; compile it first if no program fits the call. ``model``: a SubmoduleView to run instead."""
         with telling_others():
+            check_untransformed(f"a parallel {type(self.model).__name__}")
             complete_norms()
             request = self._request(args, kwargs, Kind.FORWARD, model or self.model)
             random_key, parameters = (self.seed + self._group, self.step), request.parameters

@@ -10,6 +10,8 @@ import pytest
 import torch
 from gloo_pool import GlooPool
 from parallel_models import DATA, MLP, batch
+from torch import nn
+from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 import shardc
@@ -55,3 +57,24 @@ def test_a_deep_copy_of_a_parallel_module_computes_the_same() -> None:
     parallel = shardc.parallelize(MLP(), Mesh(dp=2), {"x": P("dp")})
     twin = copy.deepcopy(parallel)
     assert torch.equal(twin(*batch(0)), parallel(*batch(0))) and twin.up.weight is not parallel.up.weight
+
+
+def test_transforms_are_refused_and_calls_with_other_parameters_are_not() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2)), batch(0)[0]
+    parallel = shardc.parallelize(model, Mesh(dp=2), {"input:input": P("dp")})
+    parameters = {name: torch.zeros_like(each) for name, each in parallel.named_parameters()}
+    for _ in range(2):  # before the first call and after it
+        for transformed in (
+            lambda: torch.func.vmap(parallel)(x[None]),
+            lambda: torch.func.grad(lambda x: parallel(x).sum())(x),
+            lambda: torch.func.jvp(parallel, (x,), (x,)),
+        ):
+            with pytest.raises(
+                ShardingError, match=r"torch.func: a parallel Sequential\n.*vmap, grad and jvp.*\n.*autograd"
+            ):
+                transformed()
+        assert not functional_call(parallel, parameters, (x,)).any()
+        assert parallel(x).any()
+    y = parallel(x.requires_grad_())
+    with pytest.raises(ShardingError, match="torch.func: backward of a parallel model"):
+        torch.autograd.grad(y, x, torch.ones(2, *y.shape), is_grads_batched=True)
