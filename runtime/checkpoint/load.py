@@ -379,7 +379,7 @@ class Target:
         if isinstance(self.module, ParallelModule) and "random" in values:
             runtime, random = self.module.shardc, values["random"]
             runtime.seed, runtime.step = random["seed"], random["step"]
-            runtime.feedback.residuals.load(checkpoint.residuals(self.ranks))
+            runtime.load_residuals(checkpoint.residuals(self.ranks))
         for name, each in (checkpoint.value("extra_state") or {}).items():
             self.module.get_submodule(name.rpartition(".")[0]).set_extra_state(each)
         if self.optimizer is not None:

@@ -60,6 +60,11 @@ class CallFeedback:
         owners = {i: parameters.get(residual_owner(program.inputs[i].name)) for i in self._residuals}
         self._owners = {i: owner for i, owner in owners.items() if owner is not None}
 
+    def fill(self) -> None:
+        """Make the program's residuals of those that were loaded, so that they are in the next checkpoint."""
+        for i in self._residuals:
+            self._residual(i)
+
     def begin_backward(self, nodes: Sequence[Any]) -> BackwardGradients:
         """Note a backward. ``nodes``: the autograd nodes that receive gradients, in the order of the inputs."""
         added, momentum = set[str](), self.feedback.momentum

@@ -33,6 +33,7 @@ from ..comm.comm import Comm
 from ..comm.failure import telling_others, waiting
 from ..execute.executor import Executor, Runner
 from ..feedback.feedback import Feedback
+from ..feedback.residuals import Source
 from ..local.groups import Groups
 from ..local.outer import OuterSteps
 from ..tensor.reduction import complete_norms
@@ -171,6 +172,15 @@ class ModuleRuntime:
                 whole = value.full_tensor() if isinstance(value, DTensor) else value.detach()
                 self._values[first] = TensorValue(whole)
                 values[name] = tensors[name].detach()
+
+    def load_residuals(self, sources: Mapping[str, Sequence[Source]]) -> None:
+        """Replace what codes left out of gradients by saved values.
+
+        A program that is compiled later takes its own in its first backward.
+        """
+        self.feedback.residuals.load(sources)
+        for call in (call for variants in self.variants.values() for call in variants.calls):
+            call.feedback.fill()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients so that their norm over all parameters on all ranks is at most ``max_norm``.

@@ -246,10 +246,10 @@ def _sent_by_backwards(stage: Literal[1, 2] | None, counts: Sequence[int]) -> tu
 @pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 3, "tp": 2}, {"dp": 8}])
 def test_a_checkpoint_is_loaded_on_another_mesh_with_the_same_sums(tmp_path: Path, sizes: dict[str, int]) -> None:
     """Without another mesh's ranks each has an equal part; a module that sends values has none."""
-    parallel, optimizer, call = _parallel(Mesh(dp=4), "1bit", 2)
+    parallel, first, call = _parallel(Mesh(dp=4), "1bit", 2)
     for _ in range(2):
-        _step(parallel, optimizer, call)
-    shardc.save(tmp_path, parallel, optimizer).wait()
+        _step(parallel, first, call)
+    shardc.save(tmp_path, parallel, first).wait()
     sums = {name: each.sum(0) for name, (each,) in parallel.shardc.feedback.residuals.by_name().items()}
     other, optimizer, _ = _parallel(Mesh(**sizes), "1bit", None)
     _step(other, optimizer, call)  # whose residuals are replaced
@@ -258,6 +258,12 @@ def test_a_checkpoint_is_loaded_on_another_mesh_with_the_same_sums(tmp_path: Pat
     assert found.keys() == sums.keys()
     for name, (each,) in found.items():
         assert len(each) == sizes["dp"]
+        torch.testing.assert_close(each.sum(0), sums[name])
+    again, optimizer, _ = _parallel(Mesh(**sizes), "1bit", None)
+    shardc.load(tmp_path, again, optimizer)
+    shardc.save(tmp_path / "again", again, optimizer).wait()  # before any backward
+    shardc.load(tmp_path / "again", parallel, first)
+    for name, (each,) in parallel.shardc.feedback.residuals.by_name().items():
         torch.testing.assert_close(each.sum(0), sums[name])
     plain = shardc.parallelize(net(torch.float32)[0], Mesh(dp=2), DATA, args=call)
     shardc.load(tmp_path, plain)
