@@ -59,6 +59,8 @@ class CallFeedback:
         parameters = {name: places[node] for name, node in parameters_of(program).items()}
         owners = {i: parameters.get(residual_owner(program.inputs[i].name)) for i in self._residuals}
         self._owners = {i: owner for i, owner in owners.items() if owner is not None}
+        if feedback.residuals.sources:
+            self.fill()
 
     def fill(self) -> None:
         """Make the program's residuals of those that were loaded, so that they are in the next checkpoint."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 from weakref import ReferenceType, ref
 
 import torch
@@ -409,11 +409,23 @@ class ProgramFunction(torch.autograd.Function):
             deferred = call.deferrable(accumulated) if stepped is None else {}
             deferred = {} if of.added else deferred  # these are scaled now, and sums that wait are not
             results = call.backward(ctx.saved, gradients, ctx.tensors.plain, retains_graph(), deferred, stepped, of)
-        if creates_graph:  # RuntimeError if a second derivative is computed through the gradients
-            message = b"a gradient of a parallel model has no gradient itself: leave create_graph out"
-            refuse: Any = torch._C._functions.DelayedError(message, len(results))
-            results = refuse(*(each if each is None else each.detach().requires_grad_() for each in results))
+        if creates_graph:
+            results = NoSecondDerivative.apply(len(results), *results, *gradients, *values)
         return None, *results
+
+
+class NoSecondDerivative(torch.autograd.Function):
+    """Gradients that depend on the tensors after them; to compute a gradient through them raises a RuntimeError."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The first ``count`` tensors."""
+        return tuple(None if each is None else each.detach() for each in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> NoReturn:
+        """Raise the error."""
+        raise RuntimeError("a gradient of a parallel model has no gradient itself: leave create_graph out")
 
 
 @dataclass(frozen=True, slots=True)

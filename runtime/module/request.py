@@ -10,6 +10,9 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import _engine_run_backward
+from torch.distributed.tensor import DTensor
 
 from shardc.capture.model_state import ModelTensors
 from shardc.capture.signature import Signature
@@ -19,24 +22,32 @@ from ..agreement.entry import Kind
 from ..agreement.request import request_lines
 
 Key = tuple[Hashable, ...]
+RECOMPUTING = ("backward", "unpack_hook")  # functions of torch.utils.checkpoint that call a model again
 
 
 def is_recomputed() -> bool:
     """Whether ``torch.utils.checkpoint`` makes the present call in backward, a second time."""
-    is_in_backward = torch._C._current_graph_task_id() != -1
-    frame = sys._getframe() if is_in_backward else None
-    while frame is not None and frame.f_code.co_filename != torch.utils.checkpoint.__file__:
+    frame = sys._getframe() if torch._C._current_graph_task_id() != -1 else None
+    while frame is not None and frame.f_code is not _engine_run_backward.__code__:
+        if frame.f_code.co_filename == torch.utils.checkpoint.__file__ and frame.f_code.co_name in RECOMPUTING:
+            return True
         frame = frame.f_back
-    return frame is not None
+    return False
 
 
-def check_untransformed(what: str, gradients: Iterable[Tensor | None] = ()) -> None:
-    """Raise a ShardingError within a transform of ``torch.func``, and for gradients that autograd has batched."""
-    functorch = torch._C._functorch
-    are_batched = any(each is not None and functorch.is_legacy_batchedtensor(each) for each in gradients)
-    if are_batched or functorch.peek_interpreter_stack() is not None:
+def check_untransformed(what: str, tensors: Iterable[Tensor | None] = ()) -> None:
+    """Raise a ShardingError within a transform of ``torch.func``, and for a tensor that is batched or has a tangent."""
+    is_within = torch._C._functorch.peek_interpreter_stack() is not None
+    if is_within or any(each is not None and _is_transformed(each) for each in tensors):
         problem = "its program runs on plain tensors, which vmap, grad and jvp replace by their own"
         raise ShardingError("torch.func", what, problem, "take gradients by backward() or torch.autograd.grad")
+
+
+def _is_transformed(x: Tensor) -> bool:
+    """Whether autograd has batched a tensor, or forward-mode differentiation follows it."""
+    has_tangents = forward_ad._current_level >= 0 and not isinstance(x, DTensor)
+    has_tangent = has_tangents and forward_ad.unpack_dual(x).tangent is not None
+    return has_tangent or torch._C._functorch.is_legacy_batchedtensor(x)
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
 from shardc.capture.call import call_leaves
@@ -115,15 +116,18 @@ class ModuleRuntime:
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any], model: nn.Module | None = None) -> Any:
         """Run the model; compile it first if no program fits the call. ``model``: a SubmoduleView to run instead."""
         with telling_others():
-            check_untransformed(f"a parallel {type(self.model).__name__}")
+            who = f"a parallel {type(self.model).__name__}"
+            check_untransformed(who)
             complete_norms()
             request = self._request(args, kwargs, Kind.FORWARD, model or self.model)
+            if forward_ad._current_level >= 0:
+                check_untransformed(who, (*request.tensors.values(), *(each for _, each in request.arguments)))
             random_key, parameters = (self.seed + self._group, self.step), request.parameters
             variants = self._compiled(request)
+            if variants.latest.draws and is_recomputed():
+                raise self._drawn_twice()
             if request.is_training and variants.latest.draws:
                 self._warn_of_seed()
-                if is_recomputed():
-                    raise self._drawn_twice()
             if self.outer is not None:
                 self.outer.begin()
             self.step += request.is_training
@@ -174,10 +178,7 @@ class ModuleRuntime:
                 values[name] = tensors[name].detach()
 
     def load_residuals(self, sources: Mapping[str, Sequence[Source]]) -> None:
-        """Replace what codes left out of gradients by saved values.
-
-        A program that is compiled later takes its own in its first backward.
-        """
+        """Replace what codes left out of gradients by saved values; a program that is compiled later takes its own."""
         self.feedback.residuals.load(sources)
         for call in (call for variants in self.variants.values() for call in variants.calls):
             call.feedback.fill()

@@ -55,7 +55,7 @@ from shardc.capture.model import (
     follow_modules,
     idle_hooks,
     no_checkpoints,
-    no_outer_hooks,
+    no_outer_checkpoint,
     override_attribute,
     plain_tensors,
     replace_tensors,
@@ -262,7 +262,7 @@ class _Joint:
             unfused_recurrent_layers(),
             FunctionRewrites(self.masks),
             no_checkpoints(),
-            no_outer_hooks(),
+            no_outer_checkpoint(),
             higher_order_ops(self.opaque),
             annotating(),
             counting_marks(),
@@ -384,7 +384,7 @@ class SourceTracker(TorchDispatchMode):
 
     State: ``modules``, the paths of the running modules; ``by_sequence``, by the sequence number of an autograd node
     the source of the op that made it; ``count``, the number of calls of forward; ``latest``, the source of backward's
-    last op; ``outer``, the sequence number of the autograd node in whose backward a separate trace runs, else -1;
+    last op; ``outer``, the sequence number of the autograd node in whose backward the trace runs, else -1;
     ``stop``, the code that runs the model.
     """
 
@@ -400,7 +400,7 @@ class SourceTracker(TorchDispatchMode):
         self.phase: Phase = "forward"
         self.sources: dict[fx.Node, Source] = {}
         self.by_sequence: dict[int, Source] = {}
-        self.latest, self.count, self.outer, self.stop = Source(), 0, -1, _Joint.run.__code__
+        self.latest, self.count, self.outer, self.stop = Source(), 0, _current_sequence(), _Joint.run.__code__
         for path, entry in annotations.items():
             annotate: Any = lambda module, args, output, entry=entry: annotate_output(output, entry)  # noqa: E731
             model.get_submodule(path).register_forward_hook(annotate)

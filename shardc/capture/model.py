@@ -15,6 +15,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from shardc.language.errors import error_text
 
@@ -111,10 +112,15 @@ def no_checkpoints() -> Iterator[None]:
 
 
 @contextmanager
-def no_outer_hooks() -> Iterator[None]:
-    """Keep what autograd saves from hooks around the call, such as those of a checkpoint that contains it."""
+def no_outer_checkpoint() -> Iterator[None]:
+    """Keep ops, and what autograd saves, from a checkpoint around the call, and from other hooks on what is saved."""
     has_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    with saved_tensors_hooks(lambda saved: saved, lambda saved: saved) if has_hooks else nullcontext():
+    modes = _get_current_dispatch_mode_stack()
+    is_selective = any(type(mode).__module__ == torch.utils.checkpoint.__name__ for mode in modes)
+    with (
+        saved_tensors_hooks(lambda saved: saved, lambda saved: saved) if has_hooks else nullcontext(),
+        _disable_current_modes() if is_selective else nullcontext(),
+    ):
         yield
 
 

@@ -259,12 +259,15 @@ def test_a_checkpoint_is_loaded_on_another_mesh_with_the_same_sums(tmp_path: Pat
     for name, (each,) in found.items():
         assert len(each) == sizes["dp"]
         torch.testing.assert_close(each.sum(0), sums[name])
-    again, optimizer, _ = _parallel(Mesh(**sizes), "1bit", None)
-    shardc.load(tmp_path, again, optimizer)
-    shardc.save(tmp_path / "again", again, optimizer).wait()  # before any backward
-    shardc.load(tmp_path / "again", parallel, first)
-    for name, (each,) in parallel.shardc.feedback.residuals.by_name().items():
-        torch.testing.assert_close(each.sum(0), sums[name])
+    for is_compiled in (True, False):
+        again, optimizer, _ = _parallel(Mesh(**sizes), "1bit", None, is_compiled)
+        shardc.load(tmp_path, again, optimizer)
+        if not is_compiled:
+            again(*call)
+        shardc.save(tmp_path / f"{is_compiled}", again, optimizer).wait()  # before any backward
+        shardc.load(tmp_path / f"{is_compiled}", parallel, first)
+        for name, (each,) in parallel.shardc.feedback.residuals.by_name().items():
+            torch.testing.assert_close(each.sum(0), sums[name])
     plain = shardc.parallelize(net(torch.float32)[0], Mesh(dp=2), DATA, args=call)
     shardc.load(tmp_path, plain)
     assert plain(*call).isfinite()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import shardc
 from shardc import P
@@ -78,3 +79,54 @@ def test_numbers_that_would_be_drawn_twice_are_refused(use_reentrant: bool) -> N
     parallel.eval()
     in_checkpoint(parallel, x, use_reentrant).sum().backward()
     assert x.grad is not None and bool(x.grad.any())
+
+
+class AlwaysDropout(nn.Module):
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.dropout(input.exp(), 0.5, training=True)
+
+
+def test_numbers_that_evaluation_would_draw_twice_are_refused() -> None:
+    """A call in training, or another seed, changes them between."""
+    parallel = shardc.parallelize(AlwaysDropout(), shardc.Mesh(dp=2), {"input:input": P("dp")}, seed=1).eval()
+    loss = in_checkpoint(parallel, torch.ones(4, 6, requires_grad=True), use_reentrant=False).sum()
+    with pytest.raises(OrderError, match="calls it again in backward"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_numbers_that_are_drawn_once_are_not_refused(use_reentrant: bool) -> None:
+    """In a hook that runs while a checkpoint computes again, and in a checkpoint that begins in backward."""
+    parallel = shardc.parallelize(model(dropout=0.5), shardc.Mesh(dp=2), PLAN, seed=1)
+    x, seen = torch.ones(4, 6, dtype=torch.float64, requires_grad=True), list[Tensor]()
+
+    def hooked(x: Tensor) -> Tensor:
+        y = x.exp()
+        if y.requires_grad:
+            y.register_hook(lambda gradient: seen.append(checkpoint(parallel, gradient, use_reentrant=use_reentrant)))
+        return y.cos()
+
+    checkpoint(hooked, x, use_reentrant=use_reentrant).sum().backward()
+    assert len(seen) == 1 and bool(seen[0].any())
+
+
+def test_a_program_compiled_in_backward_is_that_of_a_usual_call() -> None:
+    plan = {"zero": shardc.Zero("dp", 3), "remat": shardc.Remat("2")}
+    layers = nn.Sequential(nn.Linear(6, 80), nn.Tanh(), nn.Linear(80, 50), nn.Tanh(), nn.Linear(50, 6)).double()
+    usual, within = (shardc.parallelize(layers, shardc.Mesh(dp=2), {"input:input": P("dp")}, **plan) for _ in range(2))
+    x = torch.ones(4, 6, dtype=torch.float64, requires_grad=True)
+    usual(x).sum().backward()
+    in_checkpoint(within, x, use_reentrant=True).sum().backward()
+    assert within.program.memory == usual.program.memory
+
+
+def test_a_call_is_compiled_within_a_selective_checkpoint() -> None:
+    chosen = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+
+    def call(of: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(lambda x: of(x.exp()).cos(), x, use_reentrant=False, context_fn=chosen)
+
+    expected = gradients(model(), call)
+    found = gradients(shardc.parallelize(model(), shardc.Mesh(dp=2), PLAN), call)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)

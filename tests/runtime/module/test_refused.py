@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from functools import partial
 
 import pytest
 import torch
 from gloo_pool import GlooPool
 from parallel_models import DATA, MLP, batch
 from torch import nn
+from torch.autograd import forward_ad
+from torch.autograd.functional import hessian, hvp, jacobian, jvp, vhp
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
@@ -78,3 +81,15 @@ def test_transforms_are_refused_and_calls_with_other_parameters_are_not() -> Non
     y = parallel(x.requires_grad_())
     with pytest.raises(ShardingError, match="torch.func: backward of a parallel model"):
         torch.autograd.grad(y, x, torch.ones(2, *y.shape), is_grads_batched=True)
+    with pytest.raises(ShardingError, match="torch.func: a parallel Sequential"), torch.no_grad():
+        with forward_ad.dual_level():
+            parallel(forward_ad.make_dual(x, x))
+
+
+def test_second_derivatives_are_refused_and_never_zero() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 2)), batch(0)[0]
+    parallel = shardc.parallelize(model, Mesh(dp=2), {"input:input": P("dp")})
+    for derivative in (hessian, partial(hvp, v=x), partial(vhp, v=x), partial(jvp, v=x)):
+        with pytest.raises(RuntimeError, match="has no gradient itself"):
+            derivative(lambda x: parallel(x).square().sum(), x)
+    torch.testing.assert_close(jacobian(parallel, x), jacobian(model, x))
