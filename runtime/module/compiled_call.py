@@ -415,7 +415,7 @@ class ProgramFunction(torch.autograd.Function):
 
 
 class NoSecondDerivative(torch.autograd.Function):
-    """Gradients that depend on the tensors after them; to compute a gradient through them raises a RuntimeError."""
+    """Gradients that depend on the tensors after them; to compute a gradient through them raises an OrderError."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -425,7 +425,8 @@ class NoSecondDerivative(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> NoReturn:
         """Raise the error."""
-        raise RuntimeError("a gradient of a parallel model has no gradient itself: leave create_graph out")
+        problem = "a gradient of a parallel model has no gradient itself"
+        raise OrderError("backward", "it computes a second derivative", problem, "leave create_graph out")
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ def run_graphs():
     parallel.zero_grad()
     loss = loss_of(parallel)
     gradient, *_ = torch.autograd.grad(loss, list(parallel.parameters()), create_graph=True)
-    with pytest.raises(RuntimeError, match="has no gradient itself: leave create_graph out"):
+    with pytest.raises(RuntimeError, match=r"has no gradient itself\n  leave create_graph out"):
         (loss + gradient.square().sum().full_tensor()).backward()
     asked = list(parallel.parameters())[:2]
     parallel.zero_grad()
