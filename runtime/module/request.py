@@ -45,8 +45,7 @@ def check_untransformed(what: str, tensors: Iterable[Tensor | None] = ()) -> Non
 
 def _is_transformed(x: Tensor) -> bool:
     """Whether autograd has batched a tensor, or forward-mode differentiation follows it."""
-    has_tangents = forward_ad._current_level >= 0 and not isinstance(x, DTensor)
-    has_tangent = has_tangents and forward_ad.unpack_dual(x).tangent is not None
+    has_tangent = not isinstance(x, DTensor) and forward_ad.unpack_dual(x).tangent is not None
     return has_tangent or torch._C._functorch.is_legacy_batchedtensor(x)
 
 

@@ -124,10 +124,11 @@ class ModuleRuntime:
                 check_untransformed(who, (*request.tensors.values(), *(each for _, each in request.arguments)))
             random_key, parameters = (self.seed + self._group, self.step), request.parameters
             variants = self._compiled(request)
-            if variants.latest.draws and is_recomputed():
-                raise self._drawn_twice()
-            if request.is_training and variants.latest.draws:
-                self._warn_of_seed()
+            if variants.latest.draws:
+                if is_recomputed():
+                    raise self._drawn_twice()
+                if request.is_training:
+                    self._warn_of_seed()
             if self.outer is not None:
                 self.outer.begin()
             self.step += request.is_training

@@ -103,7 +103,8 @@ def in_bfloat16(to: Any, make: Any) -> tuple[list[Tensor], bool]:
             parallel(x).square().sum().backward()
     states = [_own(state[key]) for state in optimizer.state.values() for key in sorted(state) if state[key] is not None]
     weight: Any = parallel.weight
-    has_blocks = blocks.steps_in_blocks(weight)
+    with small_blocks():
+        has_blocks = blocks.steps_in_blocks(weight) and local(weight).nbytes > blocks.BLOCK
     return [*map(local, parallel.parameters()), *states], has_blocks
 
 
