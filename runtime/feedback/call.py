@@ -63,7 +63,7 @@ class CallFeedback:
             self.fill()
 
     def fill(self) -> None:
-        """Make the program's residuals of those that were loaded, so that they are in the next checkpoint."""
+        """Create the program's residuals from loaded ones, so that a checkpoint saved next contains them."""
         for i in self._residuals:
             self._residual(i)
 

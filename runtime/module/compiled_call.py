@@ -415,7 +415,10 @@ class ProgramFunction(torch.autograd.Function):
 
 
 class NoSecondDerivative(torch.autograd.Function):
-    """Gradients that depend on the tensors after them; to compute a gradient through them raises an OrderError."""
+    """Returns gradients unchanged, and raises an OrderError if a derivative of them is computed.
+
+    Its further arguments are the tensors that they depend on, so that autograd comes here from any of them.
+    """
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:

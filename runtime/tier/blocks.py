@@ -25,7 +25,7 @@ from .worker import Worker
 
 BLOCK = 2**21  # bytes of a tensor that are stepped at a time
 NUM_BLOCKS = 3  # in memory: one is read, one is stepped, one is written
-WRITING = Worker("shardc-write")
+WRITING = Worker("shardc-write")  # one thread, apart from the one that reads
 PAGE = 4096  # alignment of memory for transfers past the page cache
 PARAMETER, GRADIENT = "a parameter", "a gradient"  # keys next to the names of an optimizer's states
 Tensors = dict[str, Tensor]

@@ -19,7 +19,8 @@ from .files import empty_in, folder_of, read, write
 from .host import Host
 from .worker import Worker
 
-HUGE_PAGE, ADVICE = 2**21, getattr(mmap, "MADV_HUGEPAGE", None)  # bytes, and what to tell Linux
+HUGE_PAGE = 2**21  # bytes
+ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # what asks Linux for huge pages
 TRANSFERRING = Worker("shardc-fetch")  # one thread for all tiers, since each reserves address space for its stack
 
 
@@ -117,7 +118,7 @@ class Tier:
 
 
 def _in_huge_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Memory for a copy, if it is large in huge pages: to make 512 small pages takes longer than to copy to them."""
+    """Uninitialized memory. A large tensor is in huge pages, since the system is slow to make many small ones."""
     nbytes = prod(shape) * dtype.itemsize
     if nbytes < HUGE_PAGE or ADVICE is None:
         return torch.empty(tuple(shape), dtype=dtype)

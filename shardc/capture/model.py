@@ -113,7 +113,7 @@ def no_checkpoints() -> Iterator[None]:
 
 @contextmanager
 def no_outer_checkpoint() -> Iterator[None]:
-    """Keep ops, and what autograd saves, from a checkpoint around the call, and from other hooks on what is saved."""
+    """Hide the capture from a checkpoint around the call: from its dispatch mode, and from hooks on saved tensors."""
     has_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     modes = _get_current_dispatch_mode_stack()
     is_selective = any(type(mode).__module__ == torch.utils.checkpoint.__name__ for mode in modes)
