@@ -8,6 +8,7 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -31,7 +32,8 @@ def launch(
     """Run ``fn(*args)`` on every rank of a new job of ``nprocs`` local processes; return the results by rank.
 
     ``fn`` and ``args`` must be picklable. Raises a RuntimeError with the traceback of the rank that failed first, not
-    of the ranks that waited for it, and a TimeoutError after ``timeout`` seconds. No process outlives the call.
+    of the ranks that waited for it, and a TimeoutError after ``timeout`` seconds. No process outlives the call, even if
+    the process that called is killed.
     ``private_network``: give the job a loopback interface of its own if the system allows it.
     """
     with Workers(nprocs, private_network) as workers:
@@ -146,6 +148,7 @@ def _failure(later: Mapping[int, str], died: Mapping[int, str]) -> str:
 def _serve(connection: Connection, rank: int, nprocs: int, directory: str) -> None:
     """The main function of a worker: join the job; run functions until one fails, or the parent stops or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C, and stops all workers
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = loopback()
     store = FileStore(f"{directory}/store", nprocs)
@@ -167,6 +170,14 @@ def _serve(connection: Connection, rank: int, nprocs: int, directory: str) -> No
         connection.send_bytes(pickle.dumps(reply))
         if reply[0] != "result":
             leave(1)
+
+
+def _end_with_parent() -> None:
+    """End this process when the parent ends, even by a signal and while a function runs."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def leave(exit_code: int = 0) -> NoReturn:

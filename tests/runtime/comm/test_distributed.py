@@ -2,11 +2,14 @@
 
 import functools
 import math
+import multiprocessing
 import os
 import signal
 import socket
 import subprocess
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -291,6 +294,40 @@ def test_a_launched_job_says_how_a_rank_died_and_where_another_waited_for_it():
         "rank 1 died with exit code -9, SIGKILL",
         "rank 0 was in the gather of output 'logits' over dp, ranks 0, 1: rank 1 is gone",
     ]
+
+
+def sleep_long(folder):
+    (folder / f"{os.getpid()}.tmp").touch()
+    (folder / f"{os.getpid()}.tmp").rename(folder / f"{os.getpid()}")
+    time.sleep(600)
+
+
+def launch_sleepers(folder):
+    launch(ByPath(__file__, "sleep_long"), 2, folder)
+
+
+def has_ended(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def until(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_no_rank_of_a_launched_job_outlives_a_parent_that_is_killed(tmp_path):
+    parent = multiprocessing.get_context("spawn").Process(target=ByPath(__file__, "launch_sleepers"), args=(tmp_path,))
+    parent.start()
+    until(lambda: len([each for each in tmp_path.iterdir() if not each.suffix]) == 2)
+    parent.kill()
+    parent.join()
+    until(lambda: all(has_ended(int(each.name)) for each in tmp_path.iterdir()))
 
 
 def make_group_after_one_of_some_ranks():
