@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, product
+from itertools import chain, permutations, product
 
 from shardc.options import Zero
 from shardc.search.found import WORTH, Found, first_of_each
@@ -58,10 +58,11 @@ class _Refinement:
                         best = found
 
     def moves(self, plan: Plan) -> list[Move]:
-        """The moves that add or drop a group on an axis, take other cuts for an axis, or another ``Zero``."""
+        """The moves that add or drop a group on an axis, or take other cuts or sizes of axes, or another ``Zero``."""
         axes = range(len(plan.axes))
         more_or_less = [partial(self._with_group, i, each) for i in axes for each in self.search.changes]
-        return [*more_or_less, *(partial(self._with_other_cuts, i) for i in axes), self._with_other_zero]
+        with_other_cuts = [partial(self._with_other_cuts, i) for i in axes]
+        return [*more_or_less, *with_other_cuts, self._with_other_sizes, self._with_other_zero]
 
     def single(self, plan: Plan) -> list[Move]:
         """The moves that add or drop one annotation, at any seed of any decision."""
@@ -84,6 +85,15 @@ class _Refinement:
             yield self._with_axis(plan, i, replace(axis, is_by_rows=not axis.is_by_rows))
         if axis.cuts_positions:
             yield self._with_axis(plan, i, replace(axis, in_zigzag=not axis.in_zigzag))
+
+    def _with_other_sizes(self, plan: Plan) -> Iterator[Plan]:
+        """Make one axis smaller by its least factor, and another one larger."""
+        for i, j in permutations(range(len(plan.axes)), 2):
+            size = plan.axes[i].size
+            factor = next((each for each in range(2, size) if size % each == 0), size)
+            if factor < size:
+                smaller = self._with_axis(plan, i, replace(plan.axes[i], size=size // factor))
+                yield self._with_axis(smaller, j, replace(smaller.axes[j], size=smaller.axes[j].size * factor))
 
     def _with_other_zero(self, plan: Plan) -> Iterator[Plan]:
         zeros = self.search.zeros(plan, [axis.name for axis in plan.axes], self.search.task.stages)

@@ -49,6 +49,17 @@ def test_no_further_annotation_makes_the_best_plan_faster(given: dict[str, P]) -
     assert min(times) > (1 - WORTH) * best.seconds
 
 
+def test_no_other_sizes_of_the_axes_make_the_best_plan_faster() -> None:
+    with torch.device("meta"):
+        model, x = Chain((2048, 4096, 64, 1024)), torch.empty(256, 2048)
+    best = shardc.suggest(model, 24, args=(x,), links="nvlink", device="h100", fix=PLAIN)[0]
+    compiled = shardc.compile(model, args=(x,), **best)
+    axes, others = best.mesh.axis_names, [(2, 12), (3, 8), (4, 6), (6, 4), (8, 3), (12, 2)]
+    meshes = [shardc.Mesh(**dict(zip(axes, sizes, strict=True))) for sizes in others]
+    times = [compiled.recompile(mesh=mesh).timeline.makespan for mesh in meshes]
+    assert min(times) > (1 - WORTH) * best.seconds
+
+
 def _seconds(compiled: shardc.Compiled, annotations: Mapping[str, P]) -> float:
     try:
         return compiled.recompile(annotations=annotations).timeline.makespan
