@@ -8,16 +8,19 @@ To time steps, all ways live in the same processes and take steps in turn. Print
 slowest rank, the ratio of shardc's step without codes to it, the bytes that a rank sends and those that its plan
 announces, and their ratio to the bytes without codes. DDP is compared with shardc's data parallelism.
 
-To measure losses, a GPT is trained on the source text of shardc, byte by byte, in one way after the other, from the
+To measure losses, a GPT is trained on the source text of shardc, word by word, in one way after the other, from the
 same weights and on the same batches, without a limit of the network. Prints the mean loss of the last steps, and the
-mean of its ratios to the loss without codes, with the least and the largest if there are several ``--seeds``.
+loss of the final weights on text that was not trained on; beside each the mean of its ratios to the loss without codes,
+with the least and the largest if there are several ``--seeds``.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -41,7 +44,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
-from trainer import SIZES, Job, Size, Trainer, batches, new_model, own_rows
+from torch.optim.lr_scheduler import OneCycleLR
+from trainer import LEARNING_RATE, SIZES, Job, Size, Trainer, batches, new_model, own_rows
 
 from shardc import Local, Momentum, Zero
 from shardc.language.text import table
@@ -49,9 +53,12 @@ from shardc.runtime.comm.launch import Workers
 from shardc.runtime.comm.messages import sent_bytes
 
 ROOT = Path(__file__).parent.parent
-VOCABULARY = 256  # a token is a byte
+WORD = re.compile(r"\w+|\s+|[^\w\s]")
 WHOLE = 1 << 20  # MB, more than all gradients
 LAST = 20  # steps whose mean loss is printed
+TRAINED, HELD_OUT = ("shardc", "passes", "runtime"), ("examples", "benchmarks")  # folders of the text
+WARM_UP = 0.1  # part of the steps in which the learning rate rises; then it falls by a cosine
+EVALUATED = 40  # batches on which the final weights are evaluated
 UNCOMPRESSED = 2  # the first steps of PowerSGD, the fewest that torch allows
 
 
@@ -93,6 +100,7 @@ WAYS: dict[str, Plan | Hooked] = {
     "dp DiLoCo, after 100": Plan(
         "dp", DATA, {"local": Local("dp", 20, outer=partial(torch.optim.SGD, lr=1.0), after=100)}
     ),
+    "dp DiLoCo, Nesterov after 100": Plan("dp", DATA, {"local": Local("dp", 20, after=100)}),
     "dp DiLoCo int8": Plan("dp", DATA, {"local": Local("dp", 20, wire="int8")}),
     "zero3": Plan("dp", DATA, ZERO),
     "zero3 int8": Plan("dp", DATA, ZERO | {"wire": {"dp": "int8"}}),
@@ -110,14 +118,15 @@ class Measured:
     """The measurements of one way on this rank.
 
     ``announced``: bytes that a rank sends in a step according to the plan. ``seconds`` and ``sent``: the time and the
-    bytes of a rank, by round. ``losses``: the mean loss of the last steps of training, by seed. ``failed``: the first
-    line of the error of a way that cannot run.
+    bytes of a rank, by round. ``losses``: the mean loss of the last steps of training, by seed. ``final``: the loss of
+    the final weights on other text, by seed. ``failed``: the first line of the error of a way that cannot run.
     """
 
     announced: int | None = None
     seconds: dict[int, float] = field(default_factory=dict)
     sent: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    final: list[float] = field(default_factory=list)
     failed: str = ""
 
     @property
@@ -159,32 +168,50 @@ def measure(size: Size, names: Sequence[str], rounds: int) -> Found:
     return found
 
 
-def train(size: Size, names: Sequence[str], steps: int, text: bytes, seeds: int) -> Found:
+def train(size: Size, names: Sequence[str], steps: int, seeds: int) -> Found:
     """Train in the ways with these names, one after the other, on this rank, from ``seeds`` initial weights."""
+    words = Vocabulary(source_text(TRAINED), size.config.vocab)
+    text, held_out = words.numbers(source_text(TRAINED)), words.numbers(source_text(HELD_OUT))
     found = {name: Measured() for name in names}
     for seed, (name, way) in product(range(seeds), found.items()):
         with _reported(way):
             trainer = _trainer(name, size, seed)
-            losses = [trainer.step(batch) for batch in text_batches(size, steps, text, seed)]
+            rate = OneCycleLR(trainer.optimizer, LEARNING_RATE, steps, pct_start=WARM_UP, cycle_momentum=False)
+            losses = []
+            for batch in text_batches(size, steps, text, seed):
+                losses.append(trainer.step(batch))
+                rate.step()
             way.losses.append(fmean(losses[-LAST:]))
+            way.final.append(fmean(map(trainer.loss, text_batches(size, EVALUATED, held_out, seed=0))))
         if dist.get_rank() == 0:
-            print(name, *way.losses[-1:], way.failed, file=sys.stderr)
+            print(name, *way.losses[-1:], *way.final[-1:], way.failed, file=sys.stderr)
     return found
 
 
-def text_batches(size: Size, steps: int, text: bytes, seed: int) -> Iterator[Tensor]:
-    """A batch of windows of the text for each step: bytes, and the bytes that follow them, ``[1, 2, row, token]``."""
-    random, numbers = torch.Generator().manual_seed(1 + seed), torch.tensor(list(text))
-    window = torch.arange(size.config.context + 1)
+class Vocabulary:
+    """The most frequent words of a text, runs of spaces and signs among them, each with a number; 0 for all others."""
+
+    def __init__(self, text: str, size: int) -> None:
+        frequent = Counter(WORD.findall(text)).most_common(size - 1)
+        self._numbers = {word: i for i, (word, _) in enumerate(frequent, start=1)}
+
+    def numbers(self, text: str) -> Tensor:
+        """The numbers of the words of a text, ``[word]``."""
+        return torch.tensor([self._numbers.get(word, 0) for word in WORD.findall(text)])
+
+
+def text_batches(size: Size, steps: int, text: Tensor, seed: int) -> Iterator[Tensor]:
+    """A batch of windows of the text for each step: words, and the words that follow them, ``[1, 2, row, token]``."""
+    random, window = torch.Generator().manual_seed(1 + seed), torch.arange(size.config.context + 1)
     for _ in range(steps):
-        rows = numbers[torch.randint(len(text) - len(window), (size.batch, 1), generator=random) + window]
+        rows = text[torch.randint(len(text) - len(window), (size.batch, 1), generator=random) + window]
         yield torch.stack([rows[:, :-1], rows[:, 1:]])[None]
 
 
-def source_text() -> bytes:
-    """The Python files of shardc's packages."""
-    files = sorted(each for package in ("shardc", "passes", "runtime") for each in (ROOT / package).rglob("*.py"))
-    return b"".join(each.read_bytes() for each in files)
+def source_text(folders: Sequence[str]) -> str:
+    """The Python files in folders of the project."""
+    files = sorted(each for folder in folders for each in (ROOT / folder).rglob("*.py"))
+    return "".join(each.read_text() for each in files)
 
 
 def steps_report(ranks: Sequence[Found]) -> str:
@@ -208,14 +235,21 @@ def losses_report(ranks: Sequence[Found], took: Mapping[str, float]) -> str:
     """A table of losses with a row for each way; ``took``: the seconds of training, if steps were timed."""
     rows = []
     losses = {name: _of_ranks([rank[name].losses for rank in ranks]) for name in ranks[0]}
+    final = {name: _of_ranks([rank[name].final for rank in ranks]) for name in ranks[0]}
     for name, way in ranks[0].items():
-        own, plain = losses[name], losses.get(uncompressed(name), [])
-        ratios = [mine / other for mine, other in zip(own, plain, strict=False) if name != uncompressed(name)]
-        beside = f"{fmean(ratios):.4f}" if ratios else ""
-        beside += f" ({min(ratios):.4f} to {max(ratios):.4f})" if len(ratios) > 1 else ""
         seconds = f"{took[name]:.0f}" if name in took else ""
-        rows.append((name, f"{fmean(own):.4f}" if own else "", beside, seconds, way.failed))
-    return table(("way", "loss", "beside without codes", "seconds to it", "failed"), rows)
+        rows.append((name, *_cells(losses, name), *_cells(final, name), seconds, way.failed))
+    beside = "beside without codes"
+    return table(("way", "loss", beside, "of final weights", beside, "seconds to it", "failed"), rows)
+
+
+def _cells(losses: Mapping[str, Sequence[float]], name: str) -> tuple[str, str]:
+    """The mean loss of a way over its seeds, and its ratios to the loss without codes."""
+    own, plain = losses[name], losses.get(uncompressed(name), [])
+    ratios = [mine / other for mine, other in zip(own, plain, strict=False) if name != uncompressed(name)]
+    beside = f"{fmean(ratios):.4f}" if ratios else ""
+    beside += f" ({min(ratios):.4f} to {max(ratios):.4f})" if len(ratios) > 1 else ""
+    return f"{fmean(own):.4f}" if own else "", beside
 
 
 def _of_ranks(losses: Sequence[Sequence[float]]) -> list[float]:
@@ -254,12 +288,16 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS], help="by default all")
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument(
+        "--batch", type=int, metavar="ROWS", help="rows of a global batch, by default those of the size"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--mbit", type=int, help="limit the ranks' network to so many Mbit/s (Linux, as root)")
     parser.add_argument("--train", type=int, metavar="STEPS", help="train for so many steps; without --mbit, only that")
     parser.add_argument("--seeds", type=int, default=1, help="train from so many initial weights, on other batches")
     options = parser.parse_args()
     size, took = SIZES[options.size], dict[str, float]()
+    size = replace(size, batch=options.batch or size.batch)
     title = f"{options.size}, {options.ranks} ranks"
     if options.mbit is not None or options.train is None:
         with network(options.mbit), Workers(options.ranks) as workers:
@@ -268,9 +306,8 @@ def main() -> None:
         print(f"{title}, {limit}, medians of {options.rounds} rounds\n{steps_report(ranks)}", flush=True)
         took = {name: median(rounds.values()) * (options.train or 0) for name, rounds in slowest(ranks).items()}
     if options.train is not None:
-        size = replace(size, config=replace(size.config, vocab=VOCABULARY))
         with Workers(options.ranks) as workers:
-            ranks = workers.run(train, size, options.ways, options.train, source_text(), options.seeds)
+            ranks = workers.run(train, size, options.ways, options.train, options.seeds)
         print(f"{title}, {options.train} steps, means of the last {LAST}\n{losses_report(ranks, took)}")
 
 
