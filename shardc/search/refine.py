@@ -43,10 +43,11 @@ class _Refinement:
         """Apply the moves in turn to the best plan so far, in rounds, until a round is not worthwhile.
 
         ``clearly``: a plan that is slower for one block by more than this factor is not priced for all blocks. If each
-        price takes a compilation of the whole model, the plan has to be faster for one block, and a round has to gain
-        more to be followed by another one.
+        price takes a compilation of the whole model, the plan must not be slower for one block, or has to be faster if
+        memory is ample, and a round has to gain more to be followed by another one.
         """
-        clearly, worth = (clearly, WORTH) if self.search.pricer.longer else (1 - WORTH, WORTH_A_ROUND)
+        most = 1 - WORTH if self.search.has_plenty(start.plan) else 1.0
+        clearly, worth = (clearly, WORTH) if self.search.pricer.longer else (most, WORTH_A_ROUND)
         best, before = start, None
         while before is None or best.is_better(before, self.search.task, worth):
             before = best
