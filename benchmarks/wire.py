@@ -96,6 +96,7 @@ WAYS: dict[str, Plan | Hooked] = {
     "dp topk": Plan("dp", DATA, {"wire": {"dp": "topk:0.01"}}),
     "dp 0/1 Adam": Plan("dp", DATA, {"wire": {"dp": "1bit"}, "momentum": RENEWED}),
     "dp DiLoCo": Plan("dp", DATA, {"local": Local("dp", 20)}),
+    "dp mean of each step": Plan("dp", DATA, {"local": Local("dp", 1, outer=partial(torch.optim.SGD, lr=1.0))}),
     "dp DiLoCo, mean": Plan("dp", DATA, {"local": Local("dp", 20, outer=partial(torch.optim.SGD, lr=1.0))}),
     "dp DiLoCo, after 100": Plan(
         "dp", DATA, {"local": Local("dp", 20, outer=partial(torch.optim.SGD, lr=1.0), after=100)}
