@@ -101,7 +101,6 @@ WAYS: dict[str, Plan | Hooked] = {
     "dp DiLoCo, after 100": Plan(
         "dp", DATA, {"local": Local("dp", 20, outer=partial(torch.optim.SGD, lr=1.0), after=100)}
     ),
-    "dp DiLoCo, Nesterov after 100": Plan("dp", DATA, {"local": Local("dp", 20, after=100)}),
     "dp DiLoCo int8": Plan("dp", DATA, {"local": Local("dp", 20, wire="int8")}),
     "zero3": Plan("dp", DATA, ZERO),
     "zero3 int8": Plan("dp", DATA, ZERO | {"wire": {"dp": "int8"}}),
@@ -171,8 +170,7 @@ def measure(size: Size, names: Sequence[str], rounds: int) -> Found:
 
 def train(size: Size, names: Sequence[str], steps: int, seeds: int) -> Found:
     """Train in the ways with these names, one after the other, on this rank, from ``seeds`` initial weights."""
-    words = Vocabulary(source_text(TRAINED), size.config.vocab)
-    text, held_out = words.numbers(source_text(TRAINED)), words.numbers(source_text(HELD_OUT))
+    text, held_out = numbered_words(source_text(TRAINED), source_text(HELD_OUT), size.config.vocab)
     found = {name: Measured() for name in names}
     for seed, (name, way) in product(range(seeds), found.items()):
         with _reported(way):
@@ -189,16 +187,19 @@ def train(size: Size, names: Sequence[str], steps: int, seeds: int) -> Found:
     return found
 
 
-class Vocabulary:
-    """The most frequent words of a text, runs of spaces and signs among them, each with a number; 0 for all others."""
+def numbered_words(text: str, other: str, count: int) -> tuple[Tensor, Tensor]:
+    """The numbers of the words of both texts, ``[word]``.
 
-    def __init__(self, text: str, size: int) -> None:
-        frequent = Counter(WORD.findall(text)).most_common(size - 1)
-        self._numbers = {word: i for i, (word, _) in enumerate(frequent, start=1)}
+    Runs of spaces and signs are words too. The most frequent words of the first text have the numbers from 1 to
+    ``count - 1``; all others have the number 0.
+    """
+    words = WORD.findall(text)
+    numbers = {word: i for i, (word, _) in enumerate(Counter(words).most_common(count - 1), start=1)}
 
-    def numbers(self, text: str) -> Tensor:
-        """The numbers of the words of a text, ``[word]``."""
-        return torch.tensor([self._numbers.get(word, 0) for word in WORD.findall(text)])
+    def numbered(words: Sequence[str]) -> Tensor:
+        return torch.tensor([numbers.get(word, 0) for word in words])
+
+    return numbered(words), numbered(WORD.findall(other))
 
 
 def text_batches(size: Size, steps: int, text: Tensor, seed: int) -> Iterator[Tensor]:
@@ -289,9 +290,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS], help="by default all")
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument(
-        "--batch", type=int, metavar="ROWS", help="rows of a global batch, by default those of the size"
-    )
+    parser.add_argument("--batch", type=int, metavar="ROWS", help="rows of a batch; by default those of the size")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--mbit", type=int, help="limit the ranks' network to so many Mbit/s (Linux, as root)")
     parser.add_argument("--train", type=int, metavar="STEPS", help="train for so many steps; without --mbit, only that")

@@ -14,7 +14,7 @@ from math import inf
 from shardc.search.found import WORTH
 from shardc.search.pricing.price import Price, Pricer
 from shardc.search.space.decision import Decision
-from shardc.search.space.meshes import cuts_well
+from shardc.search.space.meshes import cuts_well, least_factor
 from shardc.search.space.plan import Axis, Cuts, Plan
 from shardc.search.task import Task
 
@@ -62,8 +62,7 @@ class Pool:
 
     def _may_cut(self, size: int) -> bool:
         """Whether some axis could cut a dim of this size."""
-        ranks = next((each for each in range(2, self.task.devices + 1) if self.task.devices % each == 0), 1)
-        return cuts_well(size, ranks)
+        return cuts_well(size, least_factor(self.task.devices))
 
     def foremost(self, start: Cuts, groups: Sequence[Cuts]) -> list[Cuts]:
         """The groups that gain most when added to ``start``, in time or in the product of time and memory."""

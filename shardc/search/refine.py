@@ -11,7 +11,7 @@ from shardc.options import Zero
 from shardc.search.found import WORTH, Found, first_of_each
 from shardc.search.pool import NUM_POOL, in_order, toggled
 from shardc.search.search import Search
-from shardc.search.space.meshes import is_possible
+from shardc.search.space.meshes import is_possible, least_factor
 from shardc.search.space.plan import Axis, Cuts, Plan
 
 NUM_REFINED = 2  # meshes whose best plans are refined
@@ -90,8 +90,7 @@ class _Refinement:
     def _with_other_sizes(self, plan: Plan) -> Iterator[Plan]:
         """Make one axis smaller by its least factor, and another one larger."""
         for i, j in permutations(range(len(plan.axes)), 2):
-            size = plan.axes[i].size
-            factor = next((each for each in range(2, size) if size % each == 0), size)
+            size, factor = plan.axes[i].size, least_factor(plan.axes[i].size)
             if factor < size:
                 smaller = self._with_axis(plan, i, replace(plan.axes[i], size=size // factor))
                 yield self._with_axis(smaller, j, replace(smaller.axes[j], size=smaller.axes[j].size * factor))

@@ -69,3 +69,8 @@ def is_possible(axes: Sequence[Axis]) -> bool:
 def cuts_well(size: int, count: int) -> bool:
     """Whether a dim of this size can be cut into ``count`` shards, none of which is much smaller than another."""
     return size % count == 0 or size >= 4 * count
+
+
+def least_factor(number: int) -> int:
+    """The least divisor of a number above 1; 1 if there is none."""
+    return next((each for each in range(2, number + 1) if number % each == 0), 1)
