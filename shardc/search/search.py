@@ -2,7 +2,8 @@
 
 It goes from small questions to large ones. Every price is computed from the program that the compiler makes of a plan.
 
-1. Cuts of one axis (``pool.py``): sets of decisions that are worth an axis, over fast links and over slow ones.
+1. Cuts of one axis (``pool.py``): sets of decisions that are worth an axis, alone or inside an axis of samples, over
+   fast links and over slow ones.
 2. Meshes: all shapes of one, two and three axes, each axis with a set of the pool.
 3. Options: ZeRO for the fastest of these plans, and recomputation if memory is short.
 4. Refinement (``refine.py``): change one thing of the best plans at a time, until no change makes them better.
@@ -19,7 +20,7 @@ from itertools import chain, islice, product
 
 from shardc.language.partition import P
 from shardc.options import Zero
-from shardc.search.found import Found, frontier
+from shardc.search.found import Found, first_of_each, frontier
 from shardc.search.pool import NUM_POOL, Pool, in_order, one_by_one
 from shardc.search.pricing.price import Pricer
 from shardc.search.space.decision import Decision
@@ -41,8 +42,9 @@ class Search:
     """The search for plans of one model. ``found`` grows while it runs.
 
     ``decisions``: those that change the program. ``data`` and ``model``: the pool, sets of cuts with the samples and
-    without them. ``changes``: the groups and decisions that are most worth changing in a plan. ``breadth``: the number
-    of plans, or pairs of sets, that go on to the next question; three times as many plans if none fits.
+    without them. ``inner``: sets without samples for a short axis inside an axis of samples. ``changes``: the groups
+    and decisions that are most worth changing in a plan. ``breadth``: the number of plans, or pairs of sets, that go on
+    to the next question; three times as many plans if none fits.
     """
 
     pricer: Pricer
@@ -52,6 +54,7 @@ class Search:
     decisions: Sequence[Decision] = ()
     data: list[Cuts] = field(default_factory=list)
     model: list[Cuts] = field(default_factory=list)
+    inner: list[Cuts] = field(default_factory=list)
     changes: Sequence[Cuts] = ()
     found: dict[Plan, Found] = field(default_factory=dict)
 
@@ -64,6 +67,8 @@ class Search:
         others = [group for group in groups if group not in of_samples]
         of_data, of_model = pool.distinct(samples, others), pool.distinct(nothing, others)
         self.data, self.model = pool.sets(samples, of_data), pool.sets(nothing, of_model)
+        if samples:
+            self.inner = Pool(self.pricer, self.task, samples).sets(nothing, of_model)
         named = {name_of(each) for each in (*self.data, *self.model)}
         self.model += [each for each in of_model if name_of(each) in self.task.fixed_axes - named]
         self.progress(f"{len(groups)} decisions, {len(self.data) + len(self.model)} sets of them for an axis")
@@ -161,16 +166,19 @@ class Search:
                 self.price(replace(blank, axes=(Axis("dp", 1),)))
             self._on_shapes([(each,) for each in (*self.data, *self.model, idle)], 1, blank)
             pairs: list[tuple[Cuts, ...]] = list(product(data, (*model, *self.data[:NUM_POOL])))
-            pairs = self._best_pairs(list(self._allowed(pairs, 2)) or pairs, blank)
+            pairs = self._best_pairs(list(self._allowed(pairs, 2)) or pairs, self._shapes(2), blank)
             self._on_shapes(pairs, 2, blank)
             self._on_shapes([pair[::-1] for pair in pairs[: self.breadth // 2]], 2, blank)
             self._on_shapes([(each, each) for each in self.data[:2]], 2, blank)
             with_idle = [(idle, each) for each in (*self.data[:NUM_POOL], *self.model[:NUM_POOL])]
-            self._on_shapes(self._best_pairs(with_idle, blank)[:NUM_IDLE], 2, blank)
+            self._on_shapes(self._best_pairs(with_idle, self._shapes(2), blank)[:NUM_IDLE], 2, blank)
             every = chain([(each,) * 3 for each in nothing], _triples(pairs, model))
             triples = self._allowed(dict.fromkeys(every), 3)
             most = self.breadth // 2 if self.found else 2 * self.breadth  # perhaps only three axes are allowed
             self._on_shapes(list(islice(triples, most)), 3, blank)
+            nested: list[tuple[Cuts, ...]] = list(self._allowed(product(data, self.inner), 2))
+            nested = self._best_pairs(nested, sorted(self._shapes(2), reverse=True), blank)
+            self._on_shapes(nested[: self.breadth // 2], 2, blank)
 
     def _allowed(self, sets: Iterable[tuple[Cuts, ...]], num_axes: int) -> Iterator[tuple[Cuts, ...]]:
         """The sets for ``num_axes`` axes that the task allows on some shape."""
@@ -178,12 +186,11 @@ class Search:
             if any(self.task.allows(self.axes(shape, each)) for shape in self._shapes(num_axes)):
                 yield each
 
-    def _best_pairs(self, pairs: Sequence[tuple[Cuts, ...]], blank: Plan) -> list[tuple[Cuts, ...]]:
-        """The best pairs for one block on the most even shape: by time and by time times memory, in turn."""
-        shape = next(iter(self._shapes(2)), None)
-        if shape is None:
-            return []
-        plans = {each: replace(blank, axes=self.axes(shape, each)) for each in pairs}
+    def _best_pairs(
+        self, pairs: Sequence[tuple[Cuts, ...]], shapes: Sequence[tuple[int, ...]], blank: Plan
+    ) -> list[tuple[Cuts, ...]]:
+        """The best pairs for one block on the first of the shapes: by time and by time times memory, in turn."""
+        plans = {each: replace(blank, axes=self.axes(shape, each)) for shape in shapes[:1] for each in pairs}
         possible = {each: plan for each, plan in plans.items() if is_possible(plan.axes)}
         priced = {each: self.pricer.of_few(plan, (self.task.machine,)) for each, plan in possible.items()}
         costs = {each: (prices[0].seconds, prices[0].peak) for each, prices in priced.items() if prices}
@@ -216,7 +223,8 @@ class Search:
     def _options(self) -> None:
         """Try ZeRO on plans that cut samples alone and on the fastest, and recomputation if memory is to be saved."""
         num_tried, best = 0, float("inf")
-        for base in sorted(self.found.values(), key=self._order_of_bases):
+        in_order = sorted(self.found.values(), key=self._order_of_bases)
+        for base in first_of_each(in_order, lambda each: (str(each.plan.mesh), _cuts_samples_alone(each.plan))):
             is_enough = num_tried >= self.breadth * (1 if best < float("inf") else 3)
             if GAIN * base.price.seconds > best and not self.task.is_for_memory:
                 continue

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
@@ -12,7 +14,7 @@ from shardc.search.refine import refine
 from shardc.search.search import Search
 from shardc.search.space.decision import Decision, decisions_of, tensors_of
 from shardc.search.space.meshes import named_axes
-from shardc.search.space.plan import Plan
+from shardc.search.space.plan import Cuts, Plan
 from shardc.search.task import Task
 
 NUM_STAGES, LARGE = 12, 6
@@ -35,6 +37,13 @@ class Stages(nn.Module):
         for stage in self.stages:
             x = stage(x)
         return x.square().mean()
+
+
+class Loss(nn.Sequential):
+    """Modules one after the other, and the mean square of the last one's values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square().mean()
 
 
 def stages() -> tuple[Pricer, tuple[Decision, ...]]:
@@ -74,3 +83,20 @@ def test_decisions_that_cost_the_same_are_all_kept() -> None:
     pool = Pool(pricer, Task(4, Machine({"*": "nvlink"}, "h100")))
     assert len(decisions) > 8
     assert {*pool.distinct(frozenset(), pool.groups(decisions))} == {frozenset({each}) for each in decisions}
+
+
+def test_sets_for_a_short_axis_are_compared_inside_an_axis_of_samples() -> None:
+    layers = [module for _ in range(3) for module in (nn.Linear(1024, 1024, device="meta"), nn.ReLU())]
+    pricer = Pricer(Loss(*layers), (torch.empty(64, 64, 1024, device="meta"),), {})
+    decisions = decisions_of(pricer.few, tensors_of(pricer.few, pricer.model))
+    task = Task(32, Machine({"*": "nvlink"}, "h100"))
+    search = Search(pricer, task)
+    search.run(decisions)
+    samples = frozenset(each for each in decisions if each.kind == "samples")
+
+    def fastest(sets: Iterable[Cuts]) -> float:
+        prices = [pricer.of_all(Plan(named_axes((16, 2), (samples, each))), (task.machine,)) for each in sets]
+        return min(price[0].seconds for price in prices if price)
+
+    assert fastest(search.inner) < 0.98 * fastest(search.model)
+    assert search.best()[0].price.seconds <= fastest(search.inner)
