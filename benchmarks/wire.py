@@ -83,7 +83,7 @@ class Hooked:
 
 
 ZERO = {"zero": Zero("dp", 3)}
-FROZEN = Momentum(after=100, before={"dp": "int8"})  # 1-bit Adam
+FROZEN, LATER = (Momentum(after=count, before={"dp": "int8"}) for count in (100, 200))  # 1-bit Adam
 RENEWED = Momentum(after=40, every=8, before={"dp": "int8"})
 POWER = partial(powerSGD_hook.PowerSGDState, None, start_powerSGD_iter=UNCOMPRESSED)  # all else as torch sets it
 WAYS: dict[str, Plan | Hooked] = {
@@ -93,6 +93,7 @@ WAYS: dict[str, Plan | Hooked] = {
     "dp int4": Plan("dp", DATA, {"wire": {"dp": "int4"}}),
     "dp 1bit": Plan("dp", DATA, {"wire": {"dp": "1bit"}}),
     "dp 1-bit Adam": Plan("dp", DATA, {"wire": {"dp": "1bit"}, "momentum": FROZEN}),
+    "dp 1-bit Adam, after 200": Plan("dp", DATA, {"wire": {"dp": "1bit"}, "momentum": LATER}),
     "dp topk": Plan("dp", DATA, {"wire": {"dp": "topk:0.01"}}),
     "dp 0/1 Adam": Plan("dp", DATA, {"wire": {"dp": "1bit"}, "momentum": RENEWED}),
     "dp DiLoCo": Plan("dp", DATA, {"local": Local("dp", 20)}),

@@ -19,6 +19,8 @@ from shardc.options import Momentum
 from ..module.accumulation import at_end_of_backward, reduce_now
 from ..module.optimizer import VARIANCE_STEPS, StepWatcher, check_unscaling
 
+MOST = 1.0  # in learning rates: without a bound, elements whose gradients have grown since would take huge steps
+
 Parameters = Callable[[], Mapping[str, Tensor]]
 
 
@@ -55,10 +57,10 @@ class MomentumSteps(StepWatcher):
     Programs get the optimizer's momentum. Parameters whose ``.grad`` is the new momentum are stepped here, while the
     optimizer steps the others.
 
-    The optimizer's state of such a parameter gets ``variance_steps``: the number of gradients in its variance, which is
-    less than the number of steps. State: the ``_optimizer``, known from its first step or from a checkpoint;
-    ``gradients``, by the id of their parameter; ``hidden``, during a step of the optimizer: parameter group, parameter
-    and gradient of each that is stepped here.
+    The optimizer's state of such a parameter gets ``variance_steps``: the number of steps in its variance, which may be
+    less than that of all. A gradient that renews it counts for the steps since the last one. State: the ``_optimizer``,
+    known from its first step or from a checkpoint; ``gradients``, by the id of their parameter; ``hidden``, during a
+    step of the optimizer: parameter group, parameter and gradient of each that is stepped here.
     """
 
     sees_begin = True
@@ -201,20 +203,22 @@ class MomentumSteps(StepWatcher):
         sent, hidden, self.hidden = self.sent, self.hidden, []
         for group, parameter, gradient in hidden:
             state, lr, beta2 = optimizer.state[parameter], float(group["lr"]), group["betas"][1]
-            renewed = state.setdefault(VARIANCE_STEPS, state["step"].clone())
+            counted = state.setdefault(VARIANCE_STEPS, state["step"].clone())
             state["step"] += 1
             if id(parameter) in sent:  # zero where there is no variance: unread rows of a table
                 state["exp_avg"].copy_(gradient).mul_(state["exp_avg_sq"] > 0)
             else:
-                renewed += 1
+                num_steps = min(float(state["step"] - counted), self.option.every or 1)
+                counted += num_steps
                 state["exp_avg"].lerp_(gradient, 1 - self.option.beta)
-                state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+                kept = beta2**num_steps
+                state["exp_avg_sq"].mul_(kept).addcmul_(gradient, gradient, value=1 - kept)
             if group["weight_decay"]:
                 parameter.mul_(1 - lr * group["weight_decay"])
-            scale = (1 - beta2 ** float(renewed)) ** 0.5
-            rate = lr / (1 - self.option.beta ** float(state["step"]))
+            scale = (1 - beta2 ** float(counted)) ** 0.5
             deviation = (state["exp_avg_sq"].sqrt() / scale).add_(group["eps"])
-            parameter.addcdiv_(state["exp_avg"], deviation, value=-rate)
+            deviation.mul_(1 - self.option.beta ** float(state["step"]))
+            parameter.add_((state["exp_avg"] / deviation).clamp_(-MOST, MOST), alpha=-lr)
             parameter.grad = gradient
         self.gradients.clear()
 

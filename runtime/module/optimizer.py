@@ -56,7 +56,7 @@ class StepWatcher:
         """Raise an error if the gradients of an optimizer's parameters cannot be unscaled."""
 
 
-VARIANCE_STEPS = "variance_steps"  # in a state of 1-bit Adam: the number of gradients in a variance
+VARIANCE_STEPS = "variance_steps"  # in a state of 1-bit Adam: the number of steps in a variance
 _watchers: weakref.WeakKeyDictionary[StepWatcher, None] = weakref.WeakKeyDictionary()  # in one order on all ranks
 _copied: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that were parallelized
 _seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
