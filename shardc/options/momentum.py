@@ -22,8 +22,10 @@ class Momentum:
     ``AdamW`` takes. Several backwards may add to it, if nothing else changes it in between. Sources: Tang et al. 2021
     (1-bit Adam), Lu et al. 2022 (0/1 Adam).
 
-    ``after``: the number of first steps, with whole gradients, until the variance is stable: a fifth of training.
-    ``every``: one later step in ``every`` has whole gradients too, and renews the variance; by default none has.
+    ``after``: the number of first steps, with whole gradients, until the variance is stable: a fifth of training or
+    more. Later no element of a parameter moves by more than a learning rate, as its variance does not grow with it.
+    ``every``: one later step in ``every`` has whole gradients too, and renews the variance, in which it counts for the
+    steps since; by default none has.
     ``beta``: the first of the optimizer's ``betas``. ``before``: the ``wire`` of steps with whole gradients; by default
     values are sent without a codec.
     """
