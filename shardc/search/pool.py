@@ -1,4 +1,4 @@
-"""The pool: sets of decisions that are worth a mesh axis, found on a mesh of one axis or beside an axis of samples.
+"""The pool: sets of decisions that are worth a mesh axis, found on a mesh of one axis, or inside an axis of samples.
 
 Decisions are compared one by one. If there are many, those of similar layers outside of the lists of blocks, such as
 the stages of a network, are compared as one *group*. The search changes them one by one in its best plans.
@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, prod
 
 from shardc.search.found import WORTH
 from shardc.search.pricing.price import Price, Pricer
 from shardc.search.space.decision import Decision
-from shardc.search.space.meshes import cuts_well, is_possible, least_factor
+from shardc.search.space.meshes import cuts_well, least_factor
 from shardc.search.space.plan import Axis, Cuts, Plan
 from shardc.search.task import Task
 
@@ -37,12 +37,12 @@ FIGURES: tuple[Figure, ...] = (
 class Pool:
     """Compares sets of decisions, each set on one axis of a mesh. ``prices``: those of the sets compared so far.
 
-    ``beside``: the cuts of a longer axis outside of it; the mesh has one axis if there are none.
+    ``beside``: the other axes of the mesh, outside of it.
     """
 
     pricer: Pricer
     task: Task
-    beside: Cuts = frozenset()
+    beside: tuple[Axis, ...] = ()
     prices: dict[Cuts, Prices | None] = field(default_factory=dict)
 
     def groups(self, decisions: Iterable[Decision]) -> list[Cuts]:
@@ -115,15 +115,11 @@ class Pool:
     def price(self, cuts: Cuts) -> Prices | None:
         """The prices of a set on one axis for one block; None if it cannot be compiled."""
         if cuts not in self.prices:
-            axes = self._axes(cuts)
-            self.prices[cuts] = self.pricer.of_few(Plan(axes), self.task.extremes) if is_possible(axes) else None
+            ranks = self.task.devices // prod(each.size for each in self.beside)
+            size = min([LARGEST, ranks, *(each.size for each in cuts)])
+            plan = Plan((*self.beside, Axis("axis", size, cuts)))
+            self.prices[cuts] = self.pricer.of_few(plan, self.task.extremes)
         return self.prices[cuts]
-
-    def _axes(self, cuts: Cuts) -> tuple[Axis, ...]:
-        if not self.beside:
-            return (Axis("axis", min([LARGEST, self.task.devices, *(each.size for each in cuts)]), cuts),)
-        size = least_factor(self.task.devices)
-        return Axis("beside", self.task.devices // size, self.beside), Axis("axis", size, cuts)
 
 
 def toggled(cuts: Cuts, group: Cuts) -> Cuts:

@@ -24,7 +24,7 @@ from shardc.search.found import Found, first_of_each, frontier
 from shardc.search.pool import NUM_POOL, Pool, in_order, one_by_one
 from shardc.search.pricing.price import Pricer
 from shardc.search.space.decision import Decision
-from shardc.search.space.meshes import is_possible, name_of, named_axes, shapes
+from shardc.search.space.meshes import is_possible, least_factor, name_of, named_axes, shapes
 from shardc.search.space.plan import Axis, Cuts, Plan
 from shardc.search.task import Progress, Task
 
@@ -67,8 +67,9 @@ class Search:
         others = [group for group in groups if group not in of_samples]
         of_data, of_model = pool.distinct(samples, others), pool.distinct(nothing, others)
         self.data, self.model = pool.sets(samples, of_data), pool.sets(nothing, of_model)
-        if samples:
-            self.inner = Pool(self.pricer, self.task, samples).sets(nothing, of_model)
+        outer = Axis("outer", self.task.devices // least_factor(self.task.devices), samples)
+        if samples and outer.size > 1 and is_possible([outer]):
+            self.inner = Pool(self.pricer, self.task, (outer,)).sets(nothing, of_model)
         named = {name_of(each) for each in (*self.data, *self.model)}
         self.model += [each for each in of_model if name_of(each) in self.task.fixed_axes - named]
         self.progress(f"{len(groups)} decisions, {len(self.data) + len(self.model)} sets of them for an axis")
@@ -223,8 +224,8 @@ class Search:
     def _options(self) -> None:
         """Try ZeRO on plans that cut samples alone and on the fastest, and recomputation if memory is to be saved."""
         num_tried, best = 0, float("inf")
-        in_order = sorted(self.found.values(), key=self._order_of_bases)
-        for base in first_of_each(in_order, lambda each: (str(each.plan.mesh), _cuts_samples_alone(each.plan))):
+        bases = sorted(self.found.values(), key=self._order_of_bases)
+        for base in first_of_each(bases, lambda each: (str(each.plan.mesh), _cuts_samples_alone(each.plan))):
             is_enough = num_tried >= self.breadth * (1 if best < float("inf") else 3)
             if GAIN * base.price.seconds > best and not self.task.is_for_memory:
                 continue

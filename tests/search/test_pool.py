@@ -100,3 +100,12 @@ def test_sets_for_a_short_axis_are_compared_inside_an_axis_of_samples() -> None:
 
     assert fastest(search.inner) < 0.98 * fastest(search.model)
     assert search.best()[0].price.seconds <= fastest(search.inner)
+
+
+def test_a_dim_that_few_of_the_ranks_can_cut_evenly_is_not_lost() -> None:
+    model = Loss(nn.Linear(4096, 12, device="meta"), nn.Linear(12, 4096, device="meta"))
+    pricer = Pricer(model, (torch.empty(64, 4096, device="meta"),), {})
+    decisions = decisions_of(pricer.few, tensors_of(pricer.few, pricer.model))
+    pool = Pool(pricer, Task(16, Machine({"*": "nvlink"}, "h100")))
+    of_twelve = {frozenset({each}) for each in decisions if each.size == 12}
+    assert of_twelve and of_twelve <= {*pool.distinct(frozenset(), pool.groups(decisions))}
