@@ -83,8 +83,10 @@ class Hooked:
 
 
 ZERO = {"zero": Zero("dp", 3)}
-FROZEN, LATER = (Momentum(after=count, before={"dp": "int8"}) for count in (100, 200))  # 1-bit Adam
+FROZEN = Momentum(after=100, before={"dp": "int8"})  # 1-bit Adam
+FROZEN_LATER = replace(FROZEN, after=200)
 RENEWED = Momentum(after=40, every=8, before={"dp": "int8"})
+MEAN = partial(torch.optim.SGD, lr=1.0)  # an outer step that takes the mean of the groups
 POWER = partial(powerSGD_hook.PowerSGDState, None, start_powerSGD_iter=UNCOMPRESSED)  # all else as torch sets it
 WAYS: dict[str, Plan | Hooked] = {
     "dp": Plan("dp", DATA),
@@ -93,15 +95,13 @@ WAYS: dict[str, Plan | Hooked] = {
     "dp int4": Plan("dp", DATA, {"wire": {"dp": "int4"}}),
     "dp 1bit": Plan("dp", DATA, {"wire": {"dp": "1bit"}}),
     "dp 1-bit Adam": Plan("dp", DATA, {"wire": {"dp": "1bit"}, "momentum": FROZEN}),
-    "dp 1-bit Adam, after 200": Plan("dp", DATA, {"wire": {"dp": "1bit"}, "momentum": LATER}),
+    "dp 1-bit Adam, after 200": Plan("dp", DATA, {"wire": {"dp": "1bit"}, "momentum": FROZEN_LATER}),
     "dp topk": Plan("dp", DATA, {"wire": {"dp": "topk:0.01"}}),
     "dp 0/1 Adam": Plan("dp", DATA, {"wire": {"dp": "1bit"}, "momentum": RENEWED}),
     "dp DiLoCo": Plan("dp", DATA, {"local": Local("dp", 20)}),
-    "dp mean of each step": Plan("dp", DATA, {"local": Local("dp", 1, outer=partial(torch.optim.SGD, lr=1.0))}),
-    "dp DiLoCo, mean": Plan("dp", DATA, {"local": Local("dp", 20, outer=partial(torch.optim.SGD, lr=1.0))}),
-    "dp DiLoCo, after 100": Plan(
-        "dp", DATA, {"local": Local("dp", 20, outer=partial(torch.optim.SGD, lr=1.0), after=100)}
-    ),
+    "dp mean of each step": Plan("dp", DATA, {"local": Local("dp", 1, outer=MEAN)}),
+    "dp DiLoCo, mean": Plan("dp", DATA, {"local": Local("dp", 20, outer=MEAN)}),
+    "dp DiLoCo, after 100": Plan("dp", DATA, {"local": Local("dp", 20, outer=MEAN, after=100)}),
     "dp DiLoCo int8": Plan("dp", DATA, {"local": Local("dp", 20, wire="int8")}),
     "zero3": Plan("dp", DATA, ZERO),
     "zero3 int8": Plan("dp", DATA, ZERO | {"wire": {"dp": "int8"}}),

@@ -19,7 +19,7 @@ from shardc.options import Momentum
 from ..module.accumulation import at_end_of_backward, reduce_now
 from ..module.optimizer import VARIANCE_STEPS, StepWatcher, check_unscaling
 
-MOST = 1.0  # in learning rates: without a bound, elements whose gradients have grown since would take huge steps
+LARGEST_CHANGE = 1.0  # of an element, in learning rates: a kept variance is too small where gradients have grown
 
 Parameters = Callable[[], Mapping[str, Tensor]]
 
@@ -57,10 +57,12 @@ class MomentumSteps(StepWatcher):
     Programs get the optimizer's momentum. Parameters whose ``.grad`` is the new momentum are stepped here, while the
     optimizer steps the others.
 
-    The optimizer's state of such a parameter gets ``variance_steps``: the number of steps in its variance, which may be
-    less than that of all. A gradient that renews it counts for the steps since the last one. State: the ``_optimizer``,
-    known from its first step or from a checkpoint; ``gradients``, by the id of their parameter; ``hidden``, during a
-    step of the optimizer: parameter group, parameter and gradient of each that is stepped here.
+    The optimizer's state of such a parameter gets ``variance_steps``: the number of steps that its variance counts. A
+    sent momentum adds none; a gradient that renews the variance adds the steps since the last such gradient.
+
+    State: the ``_optimizer``, known from its first step or from a checkpoint; ``gradients``, by the id of their
+    parameter; ``hidden``, during a step of the optimizer: parameter group, parameter and gradient of each that is
+    stepped here.
     """
 
     sees_begin = True
@@ -218,7 +220,7 @@ class MomentumSteps(StepWatcher):
             scale = (1 - beta2 ** float(counted)) ** 0.5
             deviation = (state["exp_avg_sq"].sqrt() / scale).add_(group["eps"])
             deviation.mul_(1 - self.option.beta ** float(state["step"]))
-            parameter.add_((state["exp_avg"] / deviation).clamp_(-MOST, MOST), alpha=-lr)
+            parameter.add_((state["exp_avg"] / deviation).clamp_(-LARGEST_CHANGE, LARGEST_CHANGE), alpha=-lr)
             parameter.grad = gradient
         self.gradients.clear()
 

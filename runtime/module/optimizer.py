@@ -56,7 +56,7 @@ class StepWatcher:
         """Raise an error if the gradients of an optimizer's parameters cannot be unscaled."""
 
 
-VARIANCE_STEPS = "variance_steps"  # in a state of 1-bit Adam: the number of steps in a variance
+VARIANCE_STEPS = "variance_steps"  # in a state of 1-bit Adam: the number of steps that a variance counts
 _watchers: weakref.WeakKeyDictionary[StepWatcher, None] = weakref.WeakKeyDictionary()  # in one order on all ranks
 _copied: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that were parallelized
 _seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -142,12 +142,12 @@ def _cut_loaded_state(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _count_all_steps(optimizer: Optimizer) -> None:
-    """Rescale variances of 1-bit Adam for torch's Adam, which assumes that each step has added a gradient to them."""
+    """Rescale variances of 1-bit Adam for torch's Adam, which assumes that they count each step."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
-            if (renewed := state.pop(VARIANCE_STEPS, None)) is not None:
-                weights = (1 - group["betas"][1] ** float(steps) for steps in (state["step"], renewed))
+            if (counted := state.pop(VARIANCE_STEPS, None)) is not None:
+                weights = (1 - group["betas"][1] ** float(steps) for steps in (state["step"], counted))
                 state["exp_avg_sq"].mul_(next(weights) / next(weights))
 
 

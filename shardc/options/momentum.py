@@ -23,9 +23,10 @@ class Momentum:
     (1-bit Adam), Lu et al. 2022 (0/1 Adam).
 
     ``after``: the number of first steps, with whole gradients, until the variance is stable: a fifth of training or
-    more. Later no element of a parameter moves by more than a learning rate, as its variance does not grow with it.
-    ``every``: one later step in ``every`` has whole gradients too, and renews the variance, in which it counts for the
-    steps since; by default none has.
+    more. In later steps Adam changes no element by more than the learning rate, since a kept variance is too small
+    where gradients grow.
+    ``every``: one later step in ``every`` has whole gradients too, and renews the variance; each of these gradients
+    counts for ``every`` steps. By default no later step has any.
     ``beta``: the first of the optimizer's ``betas``. ``before``: the ``wire`` of steps with whole gradients; by default
     values are sent without a codec.
     """

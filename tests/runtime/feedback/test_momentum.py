@@ -80,21 +80,21 @@ def expected(
     model = net(torch.float64)
     first, second = OPTIONS["betas"]  # type: ignore[misc]
     states = [[torch.zeros_like(each) for _ in range(2)] for each in model.parameters()]
-    renewed = 0
+    counted = 0
     for i, xs in enumerate(data or [[x] for x in batches(torch.float64)[:steps]]):
         is_renewed = option.every is not None and (i - option.after + 1) % option.every == 0
         is_whole = i < option.after or is_renewed or i == further
-        counted = min(i + 1 - renewed, option.every or 1)
-        renewed += counted * is_whole
+        num_steps = min(i + 1 - counted, option.every or 1)
+        counted += num_steps * is_whole
         gradients = torch.autograd.grad(torch.stack([model(x) for x in xs]).sum(), list(model.parameters()))
         with torch.no_grad():
             for parameter, (mean, variance), gradient in zip(model.parameters(), states, gradients, strict=True):
                 mean.lerp_(gradient, 1 - first)
                 if is_whole:
-                    kept = second**counted
+                    kept = second**num_steps
                     variance.mul_(kept).addcmul_(gradient, gradient, value=1 - kept)
                 parameter.mul_(1 - OPTIONS["lr"] * OPTIONS["weight_decay"])  # type: ignore[operator]
-                deviation = (variance / (1 - second**renewed)).sqrt() + 1e-8
+                deviation = (variance / (1 - second**counted)).sqrt() + 1e-8
                 change = mean / (1 - first ** (i + 1)) / deviation
                 if i >= option.after:
                     change.clamp_(-1, 1)
