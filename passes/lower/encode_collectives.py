@@ -213,17 +213,19 @@ class _Coded:
 
     def _left_out(
         self, kind: Any, axes: tuple[str, ...], args: Arguments, codec: Codec, codes: fx.Node,
-        values: Sequence[fx.Node], rests: Sequence[fx.Node] = (), share: float = 1.0,
+        values: Sequence[fx.Node], index: fx.Node | None = None, rest: fx.Node | None = None,
     ) -> fx.Node | None:  # fmt: skip
-        """The part that codes leave out of values, and of this rank's piece of their sum; None without residuals."""
+        """The part that codes leave out of values; None without residuals.
+
+        ``rest``: the part left out of the sum of this rank's own piece, that of ``index``.
+        """
         if self.residuals is None:
             return None
         found = [residual_of(self.program, value) for value in values]
         types, shardings = zip(*found, strict=True)
-        index = self._own_index(axes) if rests else None
         given = () if has_stages(self.program) else values  # a pipeline may drop the gradients that it computes
         before = tuple(operand(each, 1) for each in given if each.target is with_residual)
-        call = (kind, axes, args, codec.name, share, types[0].shape[0], codes, index, tuple(rests), before, *values)
+        call = (kind, axes, args, codec.name, types[0].shape[0], codes, index, rest, before, *values)
         result = self._insert(left_out, call, types if len(types) > 1 else types[0])
         self.program.set_sharding(result, shardings if len(types) > 1 else shardings[0])
         self.program.set_origins(result, ({},) * len(types))
@@ -245,17 +247,18 @@ class _Coded:
     ) -> tuple[fx.Node, fx.Node | None]:
         """An all_reduce of values: the codes from all ranks of its first step, and the part left out of the values."""
         (axes, codec), *further = steps
-        codes, rests, copies = self._encode("all_reduce", axes, args, codec, values), list[fx.Node | None](), 1
+        codes, rest = self._encode("all_reduce", axes, args, codec, values), None
+        index = self._own_index(axes) if self.residuals is not None else None
         arrived = self._send(all_to_all, codes, (axes, 0, 1))
         numel = self.program.type(arrived).shape[2] // codec.length(1) * codec.block
         senders = self._senders(values, axes)
         type_ = TensorType((num_shards(senders.axes), numel), self.dtype)
-        total = self._cut(self._insert(add_codes, (codec.name, arrived), type_), senders)
+        own_piece = () if index is None or codec is VALUES else (index, *values)
+        total = self._cut(self._insert(add_codes, (codec.name, own_piece, arrived), type_), senders)
         if further:  # afterwards ranks along the axes of these steps have the same
+            assert codec is VALUES, steps
             own, ((within, by), *_) = parse_parts(axes, self.mesh), further
-            sums, left = self._reduced(further, [total], (("sum",),))
-            rests.append(left)
-            copies = num_shards(parse_parts(within, self.mesh))
+            sums, rest = self._reduced(further, [total], (("sum",),))
             others = _others([self.program.sharding(total)], own + parse_parts(within, self.mesh))
             senders = DimSharding(merge_parts(others + own))
             type_ = TensorType((num_shards(senders.axes), numel), self.dtype)
@@ -264,9 +267,8 @@ class _Coded:
         encoded = self._encode(*gathered, [total])
         arrived = self._send(all_gather, encoded, (axes, 0))
         if codec is not VALUES:
-            rests.append(self._left_out(*gathered, encoded, [total], share=1 / copies))
-        own_rests = [each for each in rests if each is not None]
-        return arrived, self._left_out("all_reduce", axes, args, codec, codes, values, own_rests)
+            rest = self._left_out(*gathered, encoded, [total])
+        return arrived, self._left_out("all_reduce", axes, args, codec, codes, values, index, rest)
 
     def _encode(
         self, kind: Any, axes: tuple[str, ...], args: Arguments, codec: Codec, values: Sequence[fx.Node]

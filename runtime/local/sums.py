@@ -42,7 +42,7 @@ def _sums_of_codes(tensors: Sequence[Tensor], group: Group, codec: str, traffic:
     none, dtype = (0,) * len(tensors), tensors[0].dtype
     codes = encode_rows("all_reduce", codec, group.size, none, none, *tensors)
     traffic.count("all_to_all", wire_bytes("all_to_all", codes.nbytes, group.size))
-    added = add_codes(codec, dtype, all_to_all(codes, group, 0, 1)())
+    added = add_codes(codec, dtype, (), all_to_all(codes, group, 0, 1)())
     codes = encode_rows("all_gather", codec, group.size, (0,), (0,), added)
     traffic.count("all_gather", wire_bytes("all_gather", codes.nbytes * group.size, group.size))
     shapes = tuple(tuple(each.shape) for each in tensors)

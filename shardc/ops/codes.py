@@ -22,7 +22,7 @@ Dims = tuple[int, ...]
 Shapes = tuple[tuple[int, ...], ...]
 CUT = ("reduce_scatter", "all_to_all")  # collectives that send each rank a piece of every value
 JOINED = ("all_gather", "all_to_all")  # collectives that join the pieces that arrive
-INDEX, BEFORE = 7, 9  # the places of ``index`` and ``before`` among the arguments of ``left_out_rows`` and ``left_out``
+INDEX, BEFORE = 6, 8  # the places of ``index`` and ``before`` among the arguments of ``left_out_rows`` and ``left_out``
 AT_ONCE = 2**22  # values that are encoded or decoded at a time, which takes several times their memory
 CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}  # codecs without scales: casts
 LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}  # the code of the largest value of a block
@@ -60,9 +60,18 @@ def _rows(kind: str, codec: Codec, count: int, dims: Dims, lengths: tuple[int, .
     return _filled(joined, codec.block * count).view(count, -1) if kind == "all_reduce" else joined
 
 
-def add_codes(codec: str, dtype: torch.dtype, codes: Tensor) -> Tensor:
-    """The sum ``[1, length]`` of the rows of codes ``[count, 1, length]``."""
-    return _decode(codes.squeeze(1), codec_named(codec), sum_dtype(dtype), adds=True)
+def add_codes(codec: str, dtype: torch.dtype, own: Sequence[Tensor], codes: Tensor) -> Tensor:
+    """The sum ``[1, length]`` of the rows of codes ``[count, 1, length]``.
+
+    ``own``: if given, the number of this rank's piece and the values of its all_reduce, of which that piece is added as
+    it is, in place of its codes.
+    """
+    by, rows = codec_named(codec), codes.squeeze(1)
+    if not own:
+        return _decode(rows, by, sum_dtype(dtype), adds=True)
+    index, *xs = own
+    piece = _rows("all_reduce", by, len(rows), (), (), xs).index_select(0, index)
+    return _decode(rows.index_fill(0, index, 0), by, piece.dtype, adds=True).add_(piece)  # codes of zeros are zeros
 
 
 def decode_rows(
@@ -109,19 +118,19 @@ def mix_momentum(x: Tensor, momentum: Tensor, beta: float, ranks: int) -> Tensor
 
 
 def left_out_rows(
-    kind: str, codec: str, count: int, dims: Dims, lengths: tuple[int, ...], share: float, codes: Tensor,
-    index: Tensor, rests: Sequence[Tensor], before: Sequence[Tensor], *xs: Tensor,
+    kind: str, codec: str, count: int, dims: Dims, lengths: tuple[int, ...], codes: Tensor, index: Tensor | None,
+    rest: Tensor | None, before: Sequence[Tensor], *xs: Tensor,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
-    """The residuals that the codes of ``encode_rows`` leave out, times ``share``: ``[1, *shape]`` for each value.
+    """The residuals that the codes of ``encode_rows`` leave out: ``[1, *shape]`` for each value.
 
-    ``rests``: later residuals of this rank's own piece, which has the number ``index``. Residuals that are nan or inf
-    become 0. ``before``: the tensors to which ``replace_residuals`` writes.
+    ``rest``: the residual of the sum of this rank's own piece, which has the number ``index``. Residuals that are nan
+    or inf become 0. ``before``: the tensors to which ``replace_residuals`` writes.
     """
     rows = _rows(kind, codec_named(codec), count, dims, lengths, xs)
     left = rows - _decode(codes.squeeze(0), codec_named(codec), rows.dtype)
-    for rest in rests:
-        left.index_add_(0, index, rest.view(1, -1))
-    left = left.mul_(share).nan_to_num_(0.0, 0.0, 0.0)
+    if index is not None and rest is not None:
+        left.index_copy_(0, index, rest.view(1, -1))
+    left.nan_to_num_(0.0, 0.0, 0.0)
     left = left.view(1, -1) if kind == "all_reduce" else left
     pieces = [
         (*x.shape[:dim], length, *x.shape[dim + 1 :]) if kind in CUT else tuple(x.shape)

@@ -33,16 +33,16 @@ def piece_of(program: Program, value: fx.Node, kind: Any, args: tuple[Any, ...])
 def local_call(program: Program, node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     """The target and the arguments of a node of codes on one rank."""
     if node.target is add_codes:
-        codec, codes = node.args
-        return add_rows, (codec, program.type(node).dtype, codes)
+        codec, own, codes = node.args
+        return add_rows, (codec, program.type(node).dtype, own, codes)
     if node.target is with_residual:
         return add_residual, node.args
     if node.target is with_momentum:
         return mix_momentum, node.args
     if node.target is left_out:
-        kind, _, _, codec, share, _, codes, index, rests, before, *values = node.args
-        _, _, count, dims, lengths, *_ = local_call(program, operand(node, 6))[1]
-        return left_out_rows, (kind, codec, count, dims, lengths, share, codes, index, rests, before, *values)
+        kind, _, _, codec, _, codes, index, rest, before, *values = node.args
+        _, _, count, dims, lengths, *_ = local_call(program, operand(node, 5))[1]
+        return left_out_rows, (kind, codec, count, dims, lengths, codes, index, rest, before, *values)
     arguments: tuple[Any, ...] = node.args
     kind, axes, args, codec, *operands = arguments
 

@@ -4,7 +4,7 @@ A collective of codes stands between an ``encode`` and a ``decode``; an all_redu
 
     c = encode("all_reduce", ("dp",), (("sum",), ("sum",)), "int8", x, y)
     d = all_to_all(c, ("dp",), 0, 1)
-    s = add_codes("int8", d)
+    s = add_codes("int8", (), d)
     e = encode("all_gather", ("dp",), ((0,),), "int8", s)
     f = all_gather(e, ("dp",), 0)
     z = decode("all_reduce", ("dp",), (("sum",), ("sum",)), "int8", f);  v = z[0];  w = z[1]
@@ -17,13 +17,16 @@ A codec with feedback takes what it left out in the step before, an input ``resi
 
     a = with_residual(x, r)
     c = encode("all_reduce", ("dp",), (("sum",),), "1bit", a)
+    d = all_to_all(c, ("dp",), 0, 1)
+    s = add_codes("1bit", (i, a), d)
+    e = encode("all_gather", ("dp",), ((0,),), "1bit", s)
     ...
-    t = left_out("all_gather", ("dp",), ((0,),), "1bit", 1.0, 1, e, None, (), (), s)
-    r = left_out("all_reduce", ("dp",), (("sum",),), "1bit", 1.0, 2, c, i, (t,), (r,), a)
+    t = left_out("all_gather", ("dp",), ((0,),), "1bit", 1, e, None, None, (), s)
+    r = left_out("all_reduce", ("dp",), (("sum",),), "1bit", 2, c, i, t, (r,), a)
 
 The type of a residual is ``[ranks, *shape]``, of which each rank has its own part: the first dim is cut by the axes
-over which the value is partial. What is left out of a sum is added to the residual of the rank that made the sum, so
-that one residual is enough.
+over which the value is partial. A rank adds its own piece ``i`` of a sum as it is, so that codes leave nothing out of
+that piece; in its place the residual keeps what the second encoding leaves out of the sum. One residual is enough.
 """
 
 from __future__ import annotations
@@ -55,8 +58,11 @@ def encode(kind: str, axes: tuple[str, ...], args: Arguments, codec: str, *xs: A
     return xs if len(xs) > 1 else xs[0]
 
 
-def add_codes(codec: str, codes: Any) -> Any:
-    """The sum of the codes from all senders."""
+def add_codes(codec: str, own: tuple[Any, ...], codes: Any) -> Any:
+    """The sum of the codes from all senders.
+
+    ``own``: if given, the number of this rank's piece and the values; that piece is added as it is, not as its codes.
+    """
     return codes
 
 
@@ -76,14 +82,13 @@ def with_momentum(x: Any, momentum: Any, beta: float, ranks: int) -> Any:
 
 
 def left_out(
-    kind: str, axes: tuple[str, ...], args: Arguments, codec: str, share: float, ranks: int, codes: Any, index: Any,
-    rests: tuple[Any, ...], before: tuple[Any, ...], *xs: Any,
+    kind: str, axes: tuple[str, ...], args: Arguments, codec: str, ranks: int, codes: Any, index: Any, rest: Any,
+    before: tuple[Any, ...], *xs: Any,
 ) -> Any:  # fmt: skip
-    """The residual of each value, ``[ranks, *shape]``: what the codes of a collective leave out of it, times ``share``.
+    """The residual of each value, ``[ranks, *shape]``: what the codes of a collective leave out of it.
 
-    ``share``: if several ranks make the same sum, the part that each of them keeps. ``rests``: what was left out of
-    this rank's own piece, that of ``index``, after pieces were added. ``before``: the residuals of the last step, which
-    a runtime may write over.
+    ``rest``: what was left out of the sum of this rank's own piece, that of ``index``. ``before``: the residuals of the
+    last step, which a runtime may write over.
     """
     zeros = tuple(torch.zeros((ranks, *x.shape), dtype=sum_dtype(x.dtype), device=x.device) for x in xs)
     return zeros if len(zeros) > 1 else zeros[0]
@@ -104,6 +109,9 @@ def state_of(node: fx.Node) -> tuple[fx.Node, ...]:
     """The operands of a node that are no gradients: residuals, a momentum, the index of this rank."""
     if adds_state(node):
         return (operand(node, 1),)
+    if is_sum_of_codes(node):
+        own: tuple[fx.Node, ...] = node.args[-2]  # type: ignore[assignment]
+        return own[:1]
     index: Any = node.args[INDEX] if node.target in (left_out, left_out_rows) else None
     return (*residuals_before(node), *((index,) if isinstance(index, fx.Node) else ()))
 

@@ -21,6 +21,7 @@ from shardc.language.errors import OptionError
 from shardc.program.coding.nodes import left_out
 from shardc.program.communication import is_collective, values_received, values_sent
 from shardc.runtime.simulator import simulate
+from shardc.wire import codec_named
 
 CODECS = ("1bit", "topk:0.02")
 
@@ -86,6 +87,41 @@ def test_what_is_sent_and_what_is_left_out_are_the_whole_gradient(name: str, cod
             assert not torch.allclose(found, gradient, rtol=0.1)
             found, gradient = found + results["residual", each].sum(0), gradient + before[each].sum(0)
         torch.testing.assert_close(found, gradient, rtol=1e-6, atol=1e-8, msg=path)
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_a_rank_adds_its_own_piece_of_a_sum_as_it_is(count: int) -> None:
+    """Its residual has what is left out of the sum there: one sign for both errors would carry neither well."""
+    model, (x, y) = net()
+    x, y = x[: 4 * count], y[: 4 * count]
+    compiled = compile(model, Mesh(dp=count), DATA, args=(x, y), wire={"dp": "1bit"}, bucket=1)
+    program, name = compiled.program, "head.weight"
+    before = torch.randn(count, *model.head.weight.shape, dtype=torch.float64) / 100
+    inputs = [
+        before if (put.kind, put.name) == ("residual", name) else value
+        for put, value in zip(program.inputs, compiled.inputs(program, (x, y)), strict=True)
+    ]
+    ends = zip(program.outputs, simulate(program, inputs), strict=True)
+    results = {(output.kind, output.name): value for output, value in ends}
+    own = [
+        torch.autograd.grad(model(*each) / count, [model.head.weight])[0]
+        for each in zip(x.chunk(count), y.chunk(count), strict=True)
+    ]
+    block = codec_named("1bit").block
+    flat = (torch.stack(own) + before).flatten(1)
+    pieces = nn.functional.pad(flat, (0, -flat.shape[1] % (block * count))).view(count, count, -1, block)
+    arrived, ranks = _signs(pieces), torch.arange(count)
+    arrived[ranks, ranks] = pieces[ranks, ranks]
+    total, residual = arrived.sum(0), pieces - arrived
+    residual[ranks, ranks] = total - _signs(total)
+    gradient = _signs(total).flatten()[: flat.shape[1]].view_as(own[0])
+    torch.testing.assert_close(results["gradient", name], gradient)
+    torch.testing.assert_close(results["residual", name], residual.flatten(1)[:, : flat.shape[1]].view_as(before))
+
+
+def _signs(blocks: Tensor) -> Tensor:
+    """What codes of one bit say of blocks: the mean magnitude, with the sign of each value."""
+    return torch.where(blocks >= 0, 1, -1) * blocks.abs().mean(-1, keepdim=True)
 
 
 @pytest.mark.parametrize("codec", CODECS)
