@@ -12,8 +12,8 @@ the same codes, the rank that encoded it too. In a pipeline the sending stage ma
 receiving stage decodes them.
 
 A codec with feedback adds inputs and results of kind ``residual`` to the program: for each gradient, the part that
-codes left out in the step before, and the part that they leave out in this one. ``shardc/program/coding/nodes.py`` has
-an example.
+codes left out in the step before, and the part that they leave out in this one. In an all_reduce a rank then adds its
+own piece of the sum as it is. ``shardc/program/coding/nodes.py`` has an example.
 
 Invariant: every existing value keeps its type and its sharding.
 """
@@ -253,14 +253,14 @@ class _Coded:
         numel = self.program.type(arrived).shape[2] // codec.length(1) * codec.block
         senders = self._senders(values, axes)
         type_ = TensorType((num_shards(senders.axes), numel), self.dtype)
-        own_piece = () if index is None or codec is VALUES else (index, *values)
-        total = self._cut(self._insert(add_codes, (codec.name, own_piece, arrived), type_), senders)
+        own = () if index is None or codec is VALUES else (index, *values)
+        total = self._cut(self._insert(add_codes, (codec.name, own, arrived), type_), senders)
         if further:  # afterwards ranks along the axes of these steps have the same
             assert codec is VALUES, steps
-            own, ((within, by), *_) = parse_parts(axes, self.mesh), further
+            summed, ((within, by), *_) = parse_parts(axes, self.mesh), further
             sums, rest = self._reduced(further, [total], (("sum",),))
-            others = _others([self.program.sharding(total)], own + parse_parts(within, self.mesh))
-            senders = DimSharding(merge_parts(others + own))
+            others = _others([self.program.sharding(total)], summed + parse_parts(within, self.mesh))
+            senders = DimSharding(merge_parts(others + summed))
             type_ = TensorType((num_shards(senders.axes), numel), self.dtype)
             total = self._cut(self._insert(decode, ("all_reduce", within, (("sum",),), by.name, sums), type_), senders)
         gathered = "all_gather", axes, ((0,),), codec
