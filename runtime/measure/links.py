@@ -29,8 +29,8 @@ KINDS: dict[CollectiveKind, tuple[tuple[Any, ...], Shape]] = {  # arguments afte
     "all_reduce": (("sum",), lambda numel, count: (numel,)),
     "all_gather": ((0,), lambda numel, count: (ceil_div(numel, count),)),
     "reduce_scatter": (("sum", 0), lambda numel, count: (count, ceil_div(numel, count))),
-    "all_to_all": ((0, 1), lambda numel, count: (ceil_div(numel, 64 * count), 64 * count)),
-}
+    "all_to_all": ((0, 0), lambda numel, count: (count, ceil_div(numel, count))),
+}  # along the first dim, where a rank copies nothing: predictions add the copies of other dims
 
 
 def bench_links(mesh: Mesh, rounds: int = ROUNDS) -> Machine:
@@ -94,7 +94,7 @@ class Bench:
         for axis, *_ in self.beside:
             own = [each for each in sent if each.axis == axis], [each for each in beside if each.axis == axis]
             links[ANY if axis == UNNAMED else axis] = fitted_link(*own)
-        return Machine(links, fitted_device(computed, f"the measured {self.comm.device.type}"))
+        return Machine(links, fitted_device(computed, self.comm.device.type))
 
     @property
     def _cases(self) -> list[Case]:
@@ -202,7 +202,7 @@ def _others(device: torch.device) -> Iterator[Work]:
 
 def _update(device: torch.device) -> Work:
     """AdamW's step reads parameter, gradient and two states, and writes all but the gradient."""
-    parameters = [nn.Parameter(torch.ones(2**18, device=device)) for _ in range(8)]
+    parameters = [nn.Parameter(torch.ones(2**20, device=device)) for _ in range(8)]
     for each in parameters:
         each.grad = torch.ones_like(each)
     step = torch.optim.AdamW(parameters, fused=True).step
@@ -293,7 +293,7 @@ def _least_squares(rows: Sequence[tuple[float, float, float]]) -> tuple[float, f
     return (x, y) if y > 0 else (at / aa, LEAST / max(row[1] for row in rows))
 
 
-def fitted_device(computed: Sequence[Computed], name: str) -> Device:
+def fitted_device(computed: Sequence[Computed], device_type: str) -> Device:
     """A device whose rates are the total work of all calls of a kind divided by their total time."""
     dtypes = dict.fromkeys(each.dtype for each in computed if each.rate == "flops")
     flops = {dtype: _rate(each for each in computed if (each.rate, each.dtype) == ("flops", dtype)) for dtype in dtypes}
@@ -306,7 +306,8 @@ def fitted_device(computed: Sequence[Computed], name: str) -> Device:
         call=min(_median(each.seconds) for each in by_rate["call"]),
         attention=_rate(by_rate["attention"]) / flops["float32"],
         update=_rate(by_rate["update"]),
-        name=name,
+        name=f"the measured {device_type}",
+        packs=device_type != "cpu",
     )
 
 

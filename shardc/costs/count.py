@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
+from shardc.costs.layout import copy_seconds
 from shardc.language.machine import HierarchicalLink, Link, Machine
 from shardc.language.mesh import MICROBATCH
 from shardc.language.partition import parse_part
@@ -161,7 +162,7 @@ def on_machine(program: Program, machine: Machine) -> Program:
 
 
 def seconds(program: Program, node: fx.Node) -> float:
-    """The time of a call; of a collective, on the wire.
+    """The time of a call; of a collective, on the wire and for the copies around it.
 
     In a ring it is the longer of sending and computing, plus the chunk that is computed while nothing is sent.
     """
@@ -169,7 +170,7 @@ def seconds(program: Program, node: fx.Node) -> float:
         return call_seconds(program, node)
     sending = collective_seconds(program, collective_at(program, node))
     if node.target not in GO_ROUND:
-        return sending
+        return sending + sum(copy_seconds(program, node))
     computing, alone = call_seconds(program, node), chunk_seconds(program, node)
     return max(sending, computing - alone) + alone
 

@@ -1,7 +1,8 @@
 """The predicted timeline of a step: every call and collective of one rank, or of all ranks of a pipeline.
 
 A rank computes in the order of the program. A collective starts where it stands in the program and overlaps with the
-computation after it; its first reader waits for it. Collectives over the same axes run one after another.
+computation after it; its first reader waits for it. Collectives over the same axes run one after another. The rank
+itself copies operands before they are sent, and results before their first reader, where that is necessary.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from shardc.costs.count import (
     update_seconds,
     work_of,
 )
+from shardc.costs.layout import copy_seconds
 from shardc.costs.stages.lifetime import ways_after
 from shardc.costs.stages.record import StageRecord
 from shardc.language.machine import HierarchicalLink, Link
@@ -37,7 +39,7 @@ from shardc.ops.tier import TRANSFERS, fetch, offload
 from shardc.program.collective import GO_ROUND, Collective
 from shardc.program.communication import collective_at, is_collective
 from shardc.program.lifetime import split
-from shardc.program.node import op_name
+from shardc.program.node import is_getitem, op_name
 from shardc.program.program import Program
 from shardc.program.provenance import Phase
 from shardc.program.stages import Crossing, has_stages
@@ -103,18 +105,22 @@ class Slice:
 class _Lanes:
     """The tasks of a program in its order.
 
-    ``makers``: for each node so far, the tasks that its readers wait for. ``last``: the latest task of the computing
-    lane; no collective starts before it ends.
+    ``makers``: for each node so far, the tasks that its readers wait for. ``unread``: the seconds in which a rank will
+    copy the results of a collective, before their first reader. ``last``: the latest task of the computing lane; no
+    collective starts before it ends.
     """
 
     program: Program
     makers: dict[fx.Node, tuple[Hashable, ...]] = field(default_factory=dict)
+    unread: dict[fx.Node, float] = field(default_factory=dict)
     last: tuple[Hashable, ...] = ()
 
     def tasks(self) -> Iterator[Task]:
         """Every call that takes time, every collective, and the optimizer's step."""
         parts = split(self.program)
         for node in (*parts.update, *parts.forward, *parts.backward):
+            if not is_getitem(node):
+                yield from self._copies([self.program.value(read)[0] for read in node.all_input_nodes])
             if node.target in TRANSFERS:
                 yield from self._transfer(node)
             elif not is_collective(node):
@@ -123,6 +129,7 @@ class _Lanes:
                 yield from self._ring(node)
             else:
                 yield from self._collective(node)
+        yield from self._copies(list(self.unread))
         if seconds := update_seconds(self.program):
             ends = tuple(dict.fromkeys(maker for makers in self.makers.values() for maker in makers))
             yield Task(Slice(OPTIMIZER, f"update/{OPTIMIZER}", "update"), (COMPUTING,), seconds, ends)
@@ -160,9 +167,18 @@ class _Lanes:
         self.makers[node] = (name,)
         yield Task(name, (COPYING[node.target],), call_seconds(self.program, node), after)
 
+    def _copies(self, read: Sequence[fx.Node]) -> Iterator[Task]:
+        """The copies of results of collectives that are read for the first time."""
+        for node in dict.fromkeys(read):
+            if node in self.unread:
+                yield from self._compute(node, self.unread.pop(node), self.makers[node], " (results copied)")
+
     def _collective(self, node: fx.Node) -> Iterator[Task]:
         collective = collective_at(self.program, node)
         seconds, link = collective_seconds(self.program, collective), link_of(self.program, collective)
+        packing, unpacking = copy_seconds(self.program, node)
+        yield from self._compute(node, packing, self._operand_makers(node), " (operands copied)")
+        self.unread |= {node: unpacking} if unpacking else {}
         after = tuple(dict.fromkeys((*self._operand_makers(node), *self.last)))
         sent = Sent(collective.axes, collective.wire_bytes, collective.steps)
         name = self._slice(node, collective.kind, sent=sent)

@@ -137,7 +137,9 @@ class Device:
     ``attention``: the part of that rate which fused attention reaches. ``memory``: bytes a second that all other ops
     read and write. ``update``: bytes a second of the optimizer's step; as ``memory`` where it is 0. ``call``: seconds
     of the shortest call. ``capacity``: bytes that it holds, where that is known. ``host`` and ``files``: bytes a second
-    between it and host memory, and files; as ``memory``, and as an NVMe disk, where that is not said.
+    between it and host memory, and files; as ``memory``, and as an NVMe disk, where that is not said. ``packs``: the
+    values of a bucket are copied into one buffer and out of it, as for NCCL; gloo sends most of them from where they
+    are.
     """
 
     flops: Mapping[str, Rate]
@@ -149,6 +151,7 @@ class Device:
     capacity: Size | None = None
     host: Rate | None = None
     files: Rate | None = None
+    packs: bool = True
 
     def __post_init__(self) -> None:
         rates = {"memory": self.memory, "attention": self.attention, **self.flops}
@@ -210,7 +213,7 @@ DEVICES = {
         {"float32": 6.1e13, "bfloat16": 2.2e14, "float16": 2.2e14, "float64": 9.6e11}, 6.7e11, 5e-6, 0.6,
         name="l40s", capacity=48 * 10**9, host=2e10,
     ),
-    "cpu": Device({"float32": 1.0e11, "float64": 5.0e10}, 8e9, 5e-6, 0.6, 2.5e10, name="cpu"),
+    "cpu": Device({"float32": 1.0e11, "float64": 5.0e10}, 8e9, 5e-6, 0.6, 2.5e10, name="cpu", packs=False),
 }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from shardc import Mesh, P, Pipeline, ShardingError, Zero
 from shardc.api import Compiled
 from shardc.cli.main import main
 from shardc.costs.count import call_seconds, collective_seconds, on_machine, update_seconds
+from shardc.costs.layout import copy_seconds
 from shardc.costs.rings import rings_of, rings_text
 from shardc.costs.stages.record import StageRecord
 from shardc.costs.step import StepRecord
@@ -211,6 +212,7 @@ def test_the_time_of_a_pipeline_counts_what_is_done_once_a_step(zero: Any) -> No
         ]
         computed = sum(times * call_seconds(program, node) for times, node in calls if not is_collective(node))
         sent = sum(each.times * collective_seconds(program, each) for each in found.collectives)
+        sent += sum(times * sum(copy_seconds(program, node)) for times, node in calls)
         held = [set(stage.parameters) for stage in record.stages.stages]
         total = computed + sent + sum(update_seconds(program, names) for names in held)
         if ranks == 1:
