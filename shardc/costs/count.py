@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
-from shardc.costs.layout import copy_seconds
+from shardc.costs.copies import copy_seconds
 from shardc.language.machine import HierarchicalLink, Link, Machine
 from shardc.language.mesh import MICROBATCH
 from shardc.language.partition import parse_part

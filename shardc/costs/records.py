@@ -326,8 +326,8 @@ class CopyTime:
 class TimeEntry:
     """A step on the machine that was named, predicted, in seconds; of a pipeline ``step`` alone.
 
-    ``computing``: of forward and backward. ``optimizer``: of its step. ``shared``: of collectives that take the rank's
-    own processor. ``copies``: from the tier below and to it.
+    ``computing``: of forward and backward, with the copies that collectives need. ``optimizer``: of its step.
+    ``shared``: of collectives that take the rank's own processor. ``copies``: from the tier below and to it.
     """
 
     step: Amount

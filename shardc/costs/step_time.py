@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import fx
 
+from shardc.costs.copies import copy_seconds
 from shardc.costs.count import (
     call_seconds,
     chunk_seconds,
@@ -26,7 +27,6 @@ from shardc.costs.count import (
     update_seconds,
     work_of,
 )
-from shardc.costs.layout import copy_seconds
 from shardc.costs.stages.lifetime import ways_after
 from shardc.costs.stages.record import StageRecord
 from shardc.language.machine import HierarchicalLink, Link

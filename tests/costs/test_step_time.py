@@ -15,8 +15,8 @@ import shardc
 from shardc import Mesh, P, Pipeline, ShardingError, Zero
 from shardc.api import Compiled
 from shardc.cli.main import main
+from shardc.costs.copies import copy_seconds
 from shardc.costs.count import call_seconds, collective_seconds, on_machine, update_seconds
-from shardc.costs.layout import copy_seconds
 from shardc.costs.rings import rings_of, rings_text
 from shardc.costs.stages.record import StageRecord
 from shardc.costs.step import StepRecord

@@ -18,7 +18,8 @@ from shardc.program.program import Program
 
 def copy_seconds(program: Program, node: fx.Node) -> tuple[float, float]:
     """The seconds for which a rank copies operands before a collective is sent, and results after it has arrived."""
-    device, packs = program.options.machine.device, node.target is bucket and program.options.machine.device.packs
+    device = program.options.machine.device
+    packs = node.target is bucket and device.packs
     copied = [_copied(program, node, part, packs) for part in members(node)]
     before, after = (2 * sum(each) for each in zip(*copied, strict=True)) if copied else (0, 0)  # read and written
     return device.seconds(0, before), device.seconds(0, after)

@@ -11,7 +11,7 @@ from torch import nn
 import shardc
 from shardc import Mesh, P, Zero
 from shardc.api import Compiled
-from shardc.costs.layout import copy_seconds
+from shardc.costs.copies import copy_seconds
 from shardc.costs.step_time import COMPUTING
 from shardc.language.machine import Device, Link, Machine
 from shardc.program.communication import bucket, members
