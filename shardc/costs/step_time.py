@@ -51,6 +51,7 @@ from shardc.schedules.trace import Sent
 
 COMPUTING, OPTIMIZER, OVER = "computing", "optimizer step", "collectives over "  # lanes
 COPYING: dict[Any, str] = {fetch: "fetched", offload: "offloaded"}  # lanes of copies from the tier below, and to it
+OPERANDS_COPIED, RESULTS_COPIED = " (operands copied)", " (results copied)"  # after the name of a collective
 BY = " by "  # in the name of a lane, between its axes and a link that crosses nodes
 BEFORE_SCHEDULE: tuple[Part, ...] = ("once", "count", "settle")
 
@@ -171,13 +172,13 @@ class _Lanes:
         """The copies of results of collectives that are read for the first time."""
         for node in dict.fromkeys(read):
             if node in self.unread:
-                yield from self._compute(node, self.unread.pop(node), self.makers[node], " (results copied)")
+                yield from self._compute(node, self.unread.pop(node), self.makers[node], RESULTS_COPIED)
 
     def _collective(self, node: fx.Node) -> Iterator[Task]:
         collective = collective_at(self.program, node)
         seconds, link = collective_seconds(self.program, collective), link_of(self.program, collective)
         packing, unpacking = copy_seconds(self.program, node)
-        yield from self._compute(node, packing, self._operand_makers(node), " (operands copied)")
+        yield from self._compute(node, packing, self._operand_makers(node), OPERANDS_COPIED)
         self.unread |= {node: unpacking} if unpacking else {}
         after = tuple(dict.fromkeys((*self._operand_makers(node), *self.last)))
         sent = Sent(collective.axes, collective.wire_bytes, collective.steps)

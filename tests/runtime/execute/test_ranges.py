@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import shardc
 from shardc import Mesh
-from shardc.costs.step_time import OPTIMIZER, Slice
+from shardc.costs.step_time import OPERANDS_COPIED, OPTIMIZER, RESULTS_COPIED, Slice
 from shardc.ops.contraction import dot
 from shardc.runtime.comm.distributed import make_device_mesh
 from shardc.runtime.comm.process_group import WAIT
@@ -38,8 +38,11 @@ def profiled(mesh: Any, path: str) -> tuple[list[str], Any]:
 
 
 def predicted(program: Any) -> list[str]:
+    """The names of a predicted step. Copies have the names of their collectives, in whose ranges they are measured."""
     return [
-        task.name.text for task in program.timeline.tasks if isinstance(task.name, Slice) and not task.name.is_share
+        task.name.text.removesuffix(OPERANDS_COPIED).removesuffix(RESULTS_COPIED)
+        for task in program.timeline.tasks
+        if isinstance(task.name, Slice) and not task.name.is_share
     ]
 
 
