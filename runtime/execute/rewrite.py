@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from torch.profiler import record_function
 
 from shardc.ops import tier
+from shardc.program.communication import LARGE_PRODUCT
 
 from ..comm.comm import put
 from ..comm.process_group import WAIT
@@ -21,7 +22,6 @@ from .lower import SAVE, Collective, PartGraph, Place
 
 PRODUCTS = (torch.mm, torch.bmm, torch.addmm)
 MOST_UNDER_WAY = {"reduce_scatter": 2, SAVE: tier.MOST_UNDER_WAY}  # by kind, over the same axes
-LARGE = 1 << 16  # elements; a smaller product is not worth a view of its place in a buffer
 Taker = Callable[[int, Tensor], None]  # takes the index of an output and a rank's shard of it
 SUMS: dict[Any, tuple[Any, str]] = {torch.mm: (torch.addmm, "addmm_"), torch.bmm: (torch.baddbmm, "baddbmm_")}
 
@@ -127,7 +127,7 @@ def with_buffers(graph: fx.Graph) -> None:
         large = {
             i: each
             for i, each in operands.items()
-            if each.target in PRODUCTS and math.prod(shapes[i]) >= LARGE
+            if each.target in PRODUCTS and math.prod(shapes[i]) >= LARGE_PRODUCT
             if len(each.users) == 1 and list(operands.values()).count(each) == 1
         }
         if not large:

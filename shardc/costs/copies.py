@@ -12,34 +12,46 @@ from torch import fx
 
 from shardc.language.sharding import TensorType
 from shardc.ops.contraction import dot
-from shardc.program.communication import Member, bucket, members
+from shardc.program.collective import group_size
+from shardc.program.communication import LARGE_PRODUCT, bucket, members
 from shardc.program.program import Program
 
 
 def copy_seconds(program: Program, node: fx.Node) -> tuple[float, float]:
     """The seconds for which a rank copies operands before a collective is sent, and results after it has arrived."""
     device = program.options.machine.device
-    packs = node.target is bucket and device.packs
-    copied = [_copied(program, node, part, packs) for part in members(node)]
-    before, after = (2 * sum(each) for each in zip(*copied, strict=True)) if copied else (0, 0)  # read and written
-    return device.seconds(0, before), device.seconds(0, after)
+    before, after = (sum(device.seconds(0, 2 * nbytes) for nbytes in each) for each in _copies(program, node))
+    return before, after
 
 
-def _copied(program: Program, node: fx.Node, part: Member, packs: bool) -> tuple[int, int]:
-    """The bytes of the operand, and of the result, of one collective if they are copied; else 0."""
-    operand, result = program.local_type(*program.value(part.operand)), program.local_type(node, part.index)
-    if operand is None or result is None:
-        return 0, 0
-    is_packed = is_unpacked = False
-    if part.kind == "all_gather":
-        is_packed, is_unpacked = packs, packs or _is_strided(result, part.args[1])
-    elif part.kind == "reduce_scatter":
-        is_packed = packs or _is_strided(operand, part.args[2])
-    elif part.kind == "all_to_all":
-        is_packed, is_unpacked = _is_strided(operand, part.args[2]), _is_strided(result, part.args[1])
-    elif part.kind == "all_reduce" and node.target is bucket:  # a product is computed in the buffer
-        is_packed = part.operand.target is not dot or len(part.operand.users) > 1
-    return is_packed * operand.nbytes, is_unpacked * result.nbytes
+def _copies(program: Program, node: fx.Node) -> tuple[list[int], list[int]]:
+    """The bytes of each copy before a collective, and of each copy after it."""
+    before, after, packed = list[int](), list[int](), 0
+    parts = members(node)
+    if not parts or group_size(program.mesh, parts[0].kind, parts[0].args) == 1:  # type: ignore[arg-type]
+        return before, after
+    packs = node.target is bucket and program.options.machine.device.packs
+    for part in parts:
+        operand, result = program.local_type(*program.value(part.operand)), program.local_type(node, part.index)
+        if operand is None or result is None or operand.nbytes == result.nbytes == 0:
+            continue
+        if part.kind == "all_gather":
+            packed += packs * operand.nbytes
+            after += [result.nbytes] if packs or _is_strided(result, part.args[1]) else []
+        elif part.kind == "reduce_scatter":
+            packed += packs * operand.nbytes
+            before += [operand.nbytes] if _is_strided(operand, part.args[2]) else []
+        elif part.kind == "all_to_all":
+            before += [operand.nbytes] if _is_strided(operand, part.args[2]) else []
+            after += [result.nbytes] if _is_strided(result, part.args[1]) else []
+        elif part.kind == "all_reduce" and node.target is bucket:
+            packed += operand.nbytes * (not _is_in_buffer(part.operand, operand))
+    return [*before, packed], after
+
+
+def _is_in_buffer(node: fx.Node, type_: TensorType) -> bool:
+    """Whether a value is computed in the buffer of its bucket: a large product that nothing else reads."""
+    return node.target is dot and len(node.users) == 1 and prod(type_.shape) >= LARGE_PRODUCT
 
 
 def _is_strided(type_: TensorType, dim: int) -> bool:

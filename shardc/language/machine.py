@@ -159,6 +159,7 @@ class Device:
         wrong = [f"{name}={rate!r}" for name, rate in rates.items() if not rate > 0]
         wrong += [f"{name}={each!r}" for name in ("call", "update") if not (each := getattr(self, name)) >= 0]
         wrong += [] if self.capacity is None or self.capacity > 0 else [f"capacity={self.capacity!r}"]
+        wrong += [] if isinstance(self.packs, bool) else [f"packs={self.packs!r}"]
         wrong += [] if "float32" in self.flops else [f"flops={dict(self.flops)!r}"]
         remedy = "say Device(flops={'float32': 1e13}, memory=1e12), rates a second and above 0, or name a preset"
         raise_all([OptionError("Device", what, "it gives no time", remedy) for what in wrong])

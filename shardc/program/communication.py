@@ -39,6 +39,7 @@ from shardc.program.program import Program, ends_of, parameters_of
 
 Size = Any  # an int; a sympy.Expr where sizes have names
 RowCount = Callable[[tuple[Any, ...]], tuple[Size, Size]]  # counts rows of an exchange, like ``most_rows_sent``
+LARGE_PRODUCT = 1 << 16  # elements; a smaller product is not worth a view of its place in a bucket's buffer
 
 
 def bucket(kind: CollectiveKind, axes: tuple[str, ...], args: tuple[tuple[Any, ...], ...], *xs: Any) -> tuple[Any, ...]:

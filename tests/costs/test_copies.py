@@ -14,7 +14,7 @@ from shardc.api import Compiled
 from shardc.costs.copies import copy_seconds
 from shardc.costs.step_time import COMPUTING
 from shardc.language.machine import Device, Link, Machine
-from shardc.program.communication import bucket, members
+from shardc.program.communication import LARGE_PRODUCT, bucket, members
 from shardc.runtime.comm.process_group import join, split
 
 MEMORY = 1e9
@@ -67,8 +67,9 @@ def test_an_all_to_all_is_copied_on_the_side_of_the_inner_dim() -> None:
         assert copied(moved(here, there)) == {"all_to_all": expected}
 
 
-def trained(zero: Zero | None, packs: bool, **axes: int) -> Compiled:
-    model = nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 64))
+def trained(zero: Zero | None, packs: bool, width: int = 32, **axes: int) -> Compiled:
+    layers = nn.Embedding(64, width), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 64)
+    model = nn.Sequential(*layers)
     ids, batch = torch.zeros(8, 4, dtype=torch.int64), P(tuple(axes))
     return shardc.compile(
         model, Mesh(**axes), {"input:input": batch}, args=(ids,), zero=zero, links=machine(packs), optimizer="adamw"
@@ -98,11 +99,31 @@ def test_the_values_of_a_bucket_are_copied_into_a_buffer_and_out_of_it() -> None
 
 
 @pytest.mark.parametrize("packs", [True, False])
-def test_a_product_is_computed_in_the_buffer_of_its_all_reduce(packs: bool) -> None:
-    """The gradient of an embedding, and those of biases, are copied there."""
-    others = 4 * (64 * 32 + 32 + 64)
-    copies = [before for _, _, before, _ in buckets(trained(None, packs, dp=2))["all_reduce"]]
-    assert sum(copies) == pytest.approx(2 * others / MEMORY)
+@pytest.mark.parametrize("width", [32, 256])
+def test_a_large_product_is_computed_in_the_buffer_of_its_all_reduce(packs: bool, width: int) -> None:
+    """Small ones, the gradient of an embedding, and those of biases are copied there."""
+    others = 64 * width + width + 64  # of 64 ids and scores
+    products = [each for each in (width * width, 64 * width) if each < LARGE_PRODUCT]
+    copies = [before for _, _, before, _ in buckets(trained(None, packs, width, dp=2))["all_reduce"]]
+    assert sum(copies) == pytest.approx(2 * 4 * (others + sum(products)) / MEMORY)
+
+
+def test_a_bucket_is_packed_after_pieces_of_an_inner_dim_are_copied() -> None:
+    """Of two steps of a reduction the first is over the inner axis."""
+    zero = Zero(("dp", "dp2"), 2, gather_over="dp2")
+    for packs in (True, False):
+        first, second = buckets(trained(zero, packs, dp=2, dp2=2))["reduce_scatter"]
+        for (operands, _, before, _), copies in ((first, 1 + packs), (second, packs)):
+            assert before == pytest.approx(2 * copies * operands / MEMORY)
+
+
+def test_a_group_of_one_rank_copies_nothing() -> None:
+    found = shardc.compile(
+        nn.Sequential(nn.Tanh(), nn.Identity()), Mesh(dp=2, tp=1),
+        {"input:input": P("tp"), "module:0": P("tp"), "module:1": P(None, "tp")},
+        args=(torch.ones(SHAPE),), links=machine(),
+    )  # fmt: skip
+    assert all(copies == (0, 0) for copies in copied(found).values())
 
 
 def test_two_steps_of_a_gather_copy_what_one_step_need_not() -> None:

@@ -74,6 +74,14 @@ def test_data_parallel_or_zero_where_activations_outweigh_weights(is_tight: bool
     assert first.fits and (stored <= 8 * parameters or not is_tight)
 
 
+def test_zero_over_one_axis_where_a_second_step_only_copies_more() -> None:
+    """A gather in two steps joins pieces in an inner dim: all parameters are copied, for a shorter ring."""
+    machine = Machine({"*": Link(1e-3, 1e9, overlap=0.0)}, "cpu")
+    first, program = first_of(transformer(256, 64, 128), 4, machine, fix=PLAIN)
+    assert first.mesh.size == 4 and first.zero is not None
+    assert {len(each.axes) for each in program.collectives} == {1} == {len(first.mesh.axis_names)}
+
+
 def test_expert_parallel_with_two_all_to_alls_forward_and_two_backward() -> None:
     """8 sequences, 8 experts of 1024 x 4096: experts are 67 MB a layer, what is sent to them 16 MB a rank.
 
