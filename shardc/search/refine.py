@@ -14,7 +14,7 @@ from shardc.search.search import Search
 from shardc.search.space.meshes import is_possible, least_factor
 from shardc.search.space.plan import Axis, Cuts, Plan
 
-NUM_REFINED = 2  # meshes whose best plans are refined
+NUM_REFINED, NUM_REFINED_SLOWLY = 3, 2  # meshes whose best plans are refined; fewer where prices take long
 WORTH_A_ROUND = 1e-3  # relative gain of a round that makes another one worthwhile where prices take long
 CLEARLY = 1.05  # tolerance, since one block hides less communication than several do
 
@@ -26,7 +26,7 @@ def refine(search: Search) -> None:
     # One plan for each mesh: other options are among its changes.
     of_meshes = first_of_each(search.best(len(search.found)), lambda found: str(found.plan.mesh))
     refinement = _Refinement(search)
-    for each in of_meshes[:NUM_REFINED]:
+    for each in of_meshes[: NUM_REFINED_SLOWLY if search.pricer.longer else NUM_REFINED]:
         refinement.run(each, refinement.moves(each.plan))
     for each in search.best():
         refinement.run(each, refinement.single(each.plan), clearly=1.0)
