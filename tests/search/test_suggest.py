@@ -332,10 +332,11 @@ def test_less_memory_than_a_plan_needs_besides_what_it_saves_is_no_error() -> No
 @pytest.mark.sweep
 def test_what_is_saved_is_cut_where_memory_is_short() -> None:
     with torch.device("meta"):
-        model, ids = GPT(Config(layers=4, vocab=512, context=128, width=256, heads=8)), torch.zeros(8, 128).long()
+        config = Config(layers=4, vocab=512, context=1024, width=1024, heads=8)
+        model, ids = GPT(config), torch.zeros(8, 1024).long()
     far = replace(DEVICES["h100"], host=1e9)  # host memory is slow to reach
     ways: dict[str, Any] = {"args": (ids, ids), "links": "nvlink", "device": far, "fix": {"tp": 4, **NO_PIPELINE}}
-    tight, ample = (shardc.suggest(model, 4, memory=memory, top=1, **ways) for memory in ("26MB", "80GB"))
+    tight, ample = (shardc.suggest(model, 4, memory=memory, top=1, **ways) for memory in ("520MB", "80GB"))
     whole = shardc.compile(model, **{**tight[0], "saved": None}, args=(ids, ids))
     assert tight[0].saved == {"blocks.*": "tp"} and tight[0].memory["peak"] < whole.memory["peak"]
     assert "saved={'blocks.*': 'tp'}" in tight[0].text() and "saved={'blocks.*': 'tp'}" in tight[0].summary()
