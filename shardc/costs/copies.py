@@ -33,7 +33,7 @@ def _copies(program: Program, node: fx.Node) -> tuple[list[int], list[int]]:
     packs = node.target is bucket and program.options.machine.device.packs
     for part in parts:
         operand, result = program.local_type(*program.value(part.operand)), program.local_type(node, part.index)
-        if operand is None or result is None or operand.nbytes == result.nbytes == 0:
+        if operand is None or result is None:
             continue
         if part.kind == "all_gather":
             packed += packs * operand.nbytes

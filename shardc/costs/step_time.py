@@ -179,7 +179,8 @@ class _Lanes:
         seconds, link = collective_seconds(self.program, collective), link_of(self.program, collective)
         packing, unpacking = copy_seconds(self.program, node)
         yield from self._compute(node, packing, self._operand_makers(node), OPERANDS_COPIED)
-        self.unread |= {node: unpacking} if unpacking else {}
+        if unpacking:
+            self.unread[node] = unpacking
         after = tuple(dict.fromkeys((*self._operand_makers(node), *self.last)))
         sent = Sent(collective.axes, collective.wire_bytes, collective.steps)
         name = self._slice(node, collective.kind, sent=sent)

@@ -12,7 +12,7 @@ import shardc
 from shardc import Mesh, P, Zero
 from shardc.api import Compiled
 from shardc.costs.copies import copy_seconds
-from shardc.costs.step_time import COMPUTING
+from shardc.costs.step_time import COMPUTING, RESULTS_COPIED
 from shardc.language.machine import Device, Link, Machine
 from shardc.program.communication import LARGE_PRODUCT, bucket, members
 from shardc.runtime.comm.process_group import join, split
@@ -22,16 +22,14 @@ DEVICE = Device({"float32": 1e12}, MEMORY)
 SHAPE = (8, 6, 4)
 
 
-def machine(packs: bool = True, link: Link | None = None) -> Machine:
-    return Machine({"*": link or Link(1e-6, 1e9)}, replace(DEVICE, packs=packs))
+def machine(packs: bool = True) -> Machine:
+    return Machine({"*": Link(1e-6, 1e9)}, replace(DEVICE, packs=packs))
 
 
 def moved(before: P, after: P, shape: tuple[int, ...] = SHAPE) -> Compiled:
     """A model that moves its input from one sharding to another."""
-    model, annotations = (
-        nn.Sequential(nn.Tanh(), nn.Identity()),
-        {"input:input": before, "module:0": before, "module:1": after},
-    )
+    model = nn.Sequential(nn.Tanh(), nn.Identity())
+    annotations = {"input:input": before, "module:0": before, "module:1": after}
     with torch.no_grad():
         return shardc.compile(model, Mesh(dp=2), annotations, args=(torch.ones(shape),), links=machine())
 
@@ -137,7 +135,7 @@ def test_results_are_copied_when_they_are_first_read() -> None:
     """Calls between a collective and its first reader do not wait for its copies."""
     timeline = trained(Zero("dp", 3), packs=True, dp=2).timeline
     lane = timeline.on(COMPUTING)
-    copies = [task for task in lane if str(task.name).endswith(" (results copied)")]
+    copies = [task for task in lane if str(task.name).endswith(RESULTS_COPIED)]
     sent = {task.name.name: task for task in timeline.tasks if getattr(task.name, "sent", None)}  # type: ignore[attr-defined]
     between = [
         task
