@@ -59,10 +59,15 @@ class Browser:
         self.call("POST", "/url", {"url": "about:blank"})
         started = time.perf_counter()
         self.call("POST", "/url", {"url": path.as_uri()})
-        while not self.run("return document.documentElement.dataset.ready"):
-            assert time.perf_counter() - started < 20, f"{path} is not ready: {self.complaints()}"
-            time.sleep(0.01)
+        self.wait("return document.documentElement.dataset.ready")
         return time.perf_counter() - started
+
+    def wait(self, script: str, *args: Any) -> None:
+        """Return once ``script`` returns true, as after a promise of the page is kept; an error after 20 seconds."""
+        started = time.perf_counter()
+        while not self.run(script, *args):
+            assert time.perf_counter() - started < 20, f"never true: {script}; the console has {self.complaints()}"
+            time.sleep(0.01)
 
     def run(self, script: str, *args: Any) -> Any:
         """The body of a function of ``arguments``."""

@@ -176,7 +176,8 @@ def test_what_is_to_be_typed_to_learn_what_removes_a_collective_is_copied_by_a_c
     assert shlex.split(typed) == ["shardc", "explain", *plan, "all_reduce_tp"]
     browser.click("#inspector .copyable button")
     assert browser.run("return String(getSelection())") == typed
-    assert browser.texts("#inspector .copyable button") == ["Copied"] and browser.complaints() == []
+    browser.wait("return document.querySelector('#inspector .copyable button').textContent === 'Copied'")
+    assert browser.complaints() == []
     assert main([*shlex.split(typed)[1:], "--no-advice"]) == 0
     assert capsys.readouterr().out.startswith("all_reduce_tp: ")
 
