@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from math import floor, log
+from math import floor, inf, log
 from typing import TypeVar
 
 from shardc.search.pricing.price import Price
@@ -45,6 +45,19 @@ class Found:
         if excess != excess_of_other:
             return excess < excess_of_other
         return self.figure(task) < (1 - worth) * other.figure(task)
+
+
+def seconds_at(memory: float, smaller: Found, larger: Found) -> float:
+    """Seconds of a plan between two others, with a peak of ``memory``, if time falls evenly as the peak grows.
+
+    Those of the larger if it fits; infinite if the smaller does not.
+    """
+    if larger.price.peak <= memory:
+        return larger.price.seconds
+    if smaller.price.peak > memory:
+        return inf
+    part = (memory - smaller.price.peak) / (larger.price.peak - smaller.price.peak)
+    return smaller.price.seconds + part * (larger.price.seconds - smaller.price.seconds)
 
 
 def _rounded(figure: float) -> int:

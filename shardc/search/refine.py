@@ -15,6 +15,7 @@ from shardc.search.space.meshes import is_possible, least_factor
 from shardc.search.space.plan import Axis, Cuts, Plan
 
 NUM_REFINED, NUM_REFINED_SLOWLY = 3, 2  # meshes whose best plans are refined; fewer where prices take long
+NUM_BEYOND = 4  # plans that do not fit and are changed if memory is short
 WORTH_A_ROUND = 1e-3  # relative gain of a round that makes another one worthwhile where prices take long
 CLEARLY = 1.05  # tolerance, since one block hides less communication than several do
 
@@ -28,7 +29,9 @@ def refine(search: Search) -> None:
     refinement = _Refinement(search)
     for each in of_meshes[: NUM_REFINED_SLOWLY if search.pricer.longer else NUM_REFINED]:
         refinement.run(each, refinement.moves(each.plan))
-    for each in search.best():
+    if search.is_short:
+        refinement.beyond_memory()
+    for each in search.best(NUM_REFINED if search.is_short else 1):
         refinement.run(each, refinement.single(each.plan), clearly=1.0)
     search.tell("refined")
 
@@ -57,6 +60,24 @@ class _Refinement:
                     found = self.search.price(plan, changed, clearly)
                     if found is not None and found.is_better(best, self.search.task):
                         best = found
+
+    def beyond_memory(self) -> None:
+        """Apply the moves to plans that do not fit but are faster than the best that does, the smallest first.
+
+        No other plan takes both less time and less memory than such a plan. A move may make it fit.
+        """
+        search, tried = self.search, set[Plan]()
+        for _ in range(NUM_BEYOND):
+            best = search.best()[0]
+            larger = [each for each in search.frontier() if best.is_better(each, search.task, 0.0)]
+            untried = [each.plan for each in larger if each.plan not in tried]
+            if not untried:
+                return
+            plan = untried[-1]
+            tried.add(plan)
+            for move in self.moves(plan):
+                for changed in move(plan):
+                    search.price(changed, plan, clearly=1.0)
 
     def moves(self, plan: Plan) -> list[Move]:
         """The moves that add or drop a group on an axis, or take other cuts or sizes of axes, or another ``Zero``."""

@@ -6,7 +6,8 @@ It goes from small questions to large ones. Every price is computed from the pro
    fast links and over slow ones.
 2. Meshes: all shapes of one, two and three axes, each axis with a set of the pool.
 3. Options: ZeRO for the fastest of these plans, and recomputation if memory is short.
-4. Refinement (``refine.py``): change one thing of the best plans at a time, until no change makes them better.
+4. If memory is short (``tight.py``): all sets and pairs of the pool with these options.
+5. Refinement (``refine.py``): change one thing of the best plans at a time, until no change makes them better.
 
 The search is deterministic. Of plans whose figures are equal up to rounding,
 the one with fewer options and annotations is better.
@@ -20,7 +21,7 @@ from itertools import chain, islice, product
 
 from shardc.language.partition import P
 from shardc.options import Zero
-from shardc.search.found import Found, first_of_each, frontier
+from shardc.search.found import Found, first_of_each, frontier, seconds_at
 from shardc.search.pool import NUM_POOL, Pool, in_order, one_by_one
 from shardc.search.pricing.price import Pricer
 from shardc.search.space.decision import Decision
@@ -32,6 +33,7 @@ BREADTH = 8
 BREADTH_OF_STAGES = 2  # for the devices of a pipeline's stage
 NUM_SIMPLE, NEAR = 3, 1.02  # short plans that are compiled whole if their time is within this factor of the best
 NEARLY = 1.1  # an estimated peak within this factor of the memory may turn out to fit
+NUM_RECOMPUTED = 12  # plans that recompute all blocks and are compared as they would be with less recomputation
 NUM_IDLE = 2  # pairs whose outer axis is idle
 AMPLE = 0.5  # a plan with a peak below this fraction of the memory need not save memory
 GAIN = 0.8  # options are assumed to reduce a plan's time to no less than this fraction
@@ -103,7 +105,10 @@ class Search:
         return best[:count]
 
     def finalists(self, count: int) -> list[Found]:
-        """The best plans, those with the fewest annotations of about the same time, and the fastest that nearly fit."""
+        """The best plans, those with the fewest annotations of about the same time, and those that may become the best.
+
+        The fastest that nearly fit may do so, and those that recompute all blocks where that is more than is needed.
+        """
         best = self.best(count)
         most = NEAR * best[0].price.seconds if best else 0.0
         permitted = [each for each in self.found.values() if self.task.permits(each.plan)]
@@ -111,7 +116,18 @@ class Search:
         simple = sorted(near, key=lambda each: (len(each.plan.annotations), each.rank(self.task)))[:NUM_SIMPLE]
         nearly = [each for each in permitted if 1 < each.price.peak / self.task.memory < NEARLY]
         nearly.sort(key=lambda each: each.price.seconds)
-        return list({each.plan: each for each in (*best, *simple, *nearly[:NUM_SIMPLE])}.values())
+        most_likely = (*best, *simple, *nearly[:NUM_SIMPLE], *self._recomputed()[:NUM_SIMPLE])
+        return list({each.plan: each for each in most_likely}.values())
+
+    def _recomputed(self) -> list[Found]:
+        """Plans that recompute all blocks, by the estimated time if they recompute no more than memory requires."""
+        if not self.task.may_recompute:
+            return []
+        fitting = [each for each in self._fitting(self.found.values()) if each.plan.remat]
+        fitting.sort(key=lambda each: each.price.seconds)
+        pairs = [(each, self.price(replace(each.plan, remat=None))) for each in fitting[:NUM_RECOMPUTED]]
+        less = {each: seconds_at(self.task.memory, each, without) for each, without in pairs if without is not None}
+        return sorted(less, key=less.__getitem__)
 
     def tell(self, which: str) -> None:
         """Say how many plans were found, and the best one."""
@@ -161,8 +177,7 @@ class Search:
         idle = frozenset[Decision]()
         nothing = [idle] * bool(self.task.given)
         data, model = [*self.data, *nothing], [*self.model, *nothing]
-        for precision in self.task.precisions:
-            blank = Plan((), tuple(self.task.given.items()), precision=precision, **self.task.fixed_options)
+        for blank in self.blanks():
             if self.task.devices == 1:
                 self.price(replace(blank, axes=(Axis("dp", 1),)))
             self._on_shapes([(each,) for each in (*self.data, *self.model, idle)], 1, blank)
@@ -180,6 +195,20 @@ class Search:
             nested: list[tuple[Cuts, ...]] = list(self._allowed(product(data, self.inner), 2))
             nested = self._best_pairs(nested, sorted(self._shapes(2), reverse=True), blank)
             self._on_shapes(nested[: self.breadth // 2], 2, blank)
+
+    def blanks(self) -> Iterator[Plan]:
+        """Plans without axes, with what is given and fixed: one for each allowed precision."""
+        for precision in self.task.precisions:
+            yield Plan((), tuple(self.task.given.items()), precision=precision, **self.task.fixed_options)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether memory is to be saved: it is the objective, or the fastest plan so far does not fit."""
+        return any(self.task.is_for_memory or each.price.peak > self.task.memory for each in self.frontier()[:1])
+
+    def frontier(self) -> list[Found]:
+        """The permitted plans that no other beats in both time and memory, the fastest first."""
+        return frontier(each for each in self.found.values() if self.task.permits(each.plan))
 
     def _allowed(self, sets: Iterable[tuple[Cuts, ...]], num_axes: int) -> Iterator[tuple[Cuts, ...]]:
         """The sets for ``num_axes`` axes that the task allows on some shape."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
 from torch import nn
@@ -26,13 +27,14 @@ from shardc.search.pricing.whole import WholeCompiler, WholePlans
 from shardc.search.question import AXES, check_counts, module_patterns, question, sample_axes, with_batch
 from shardc.search.reasons import reasons
 from shardc.search.refine import refine
-from shardc.search.search import Search
+from shardc.search.search import NEARLY, Search
 from shardc.search.space.decision import decisions_of, tensors_of
 from shardc.search.space.lists import num_parts
 from shardc.search.space.plan import OPTIONS, Axis, Plan
 from shardc.search.space.shorten import Annotations, shortened
 from shardc.search.suggestion import Suggestion, Suggestions, plan_text
 from shardc.search.task import Objective, Progress, Task
+from shardc.search.tight import fit_in_memory
 from shardc.search.variants import compile_variants
 from shardc.wire import Wire, check_wire, wire_on
 
@@ -138,6 +140,7 @@ class _Suggesting:
         staged: list[Plan] = []
         with self._until_interrupted(search.best, "compiled"):
             search.run(decisions_of(self.pricer.few, tensors))
+            fit_in_memory(search)
             refine(search)
             staged = self._with_stages(search)
         with self._until_interrupted(self.whole.ranked, "those compiled by now"):
@@ -175,22 +178,22 @@ class _Suggesting:
         """The plans with a pipeline that are worth compiling, by estimates."""
         best = search.best()
         is_fitting = bool(best) and best[0].price.peak <= self.task.memory
-        limit = PROMISING * best[0].price.seconds if is_fitting else float("inf")
+        most = (PROMISING * best[0].price.seconds, NEARLY * self.task.memory) if is_fitting else (inf, inf)
         estimates = list[Estimate]()
         for num_stages in num_stages_of(self.task, num_parts(self.whole.compiler.model)):
-            found = self._estimates(search, num_stages, limit)
+            found = self._estimates(search, num_stages, *most)
             if found and not (estimates or self.pricer.longer or self._can_compile(found[0].plan)):
                 break  # a whole model takes long to compile, and some models allow no microbatches
             estimates += found
         return [each.plan for each in sorted(estimates, key=self._rank)[:NUM_WHOLE]]
 
-    def _estimates(self, search: Search, num_stages: int, limit: float) -> list[Estimate]:
-        """Plans with ``num_stages`` stages whose estimated time is at most ``limit`` seconds, the best first."""
+    def _estimates(self, search: Search, num_stages: int, seconds: float, peak: float) -> list[Estimate]:
+        """Plans with ``num_stages`` stages whose estimated time and peak are at most these, the best first."""
         estimates = [
             estimate
             for each in search.for_stages(num_stages)
             for estimate in with_stages(each.plan, each.price, num_stages, self.num_samples, self.task.pipelines)
-            if estimate.seconds <= limit
+            if estimate.seconds <= seconds and estimate.peak <= peak
         ]
         return sorted(estimates, key=self._rank)
 

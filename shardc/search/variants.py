@@ -9,14 +9,15 @@ from math import inf
 
 from shardc.options import AUTO, Remat, Zero
 from shardc.options.zero import HOST, OPTIMIZER, PARAMETERS
-from shardc.search.found import first_of_each
+from shardc.search.found import first_of_each, seconds_at
 from shardc.search.pricing.price import Pricer
 from shardc.search.pricing.whole import WholePlans
 from shardc.search.space.plan import Plan
 
-NUM_RECOMPUTED = 4  # best plans; each that recomputes blocks is tried with less recomputation
+NUM_RECOMPUTED = 4  # best plans that recompute all blocks and are tried with less recomputation
 NUM_BUDGETS = 4  # budgets of saved bytes to try until a plan fits
 NUM_RINGED, CLEARLY = 3, 0.99  # best plans that are tried with rings, if these take less than this fraction of the time
+LONG = 0.05  # part of a step in which a rank waits for copies, from which on ``offload`` is tried too
 NUM_OFFLOADED = 3  # plans that do not fit and are tried with parts in host memory
 
 
@@ -25,15 +26,23 @@ def compile_variants(whole: WholePlans, pricer: Pricer) -> None:
     blocks = pricer.blocks
     whole.compile(reordered(whole))
     _compute_or_save(whole, blocks)
-    if whole.task.is_for_memory or not whole.fits(whole.ranked()[0]):
+    if whole.task.is_for_memory or _needs_host(whole):
         whole.compile(offloaded(whole))
         whole.compile(reordered(whole))
         _compute_or_save(whole, blocks)
     whole.compile(in_rings(whole, pricer))
 
 
+def _needs_host(whole: WholePlans) -> bool:
+    """Whether the best plan does not fit, or waits long for what it saves in host memory."""
+    best = whole.ranked()[0]
+    cost, copying = whole.costs[best], whole.costs[best].copying
+    return not whole.fits(best) or (copying is not None and (copying.waited or 0) > LONG * cost.seconds)
+
+
 def _compute_or_save(whole: WholePlans, blocks: str | None) -> None:
-    for plan in whole.ranked()[:NUM_RECOMPUTED]:
+    recomputed = [plan for plan in whole.ranked() if plan.remat is not None and plan.remat.budget is None]
+    for plan in recomputed[:NUM_RECOMPUTED]:
         recompute_less(whole, plan)
     whole.compile(saved_otherwise(whole, blocks))
 
@@ -54,11 +63,12 @@ def recompute_less(whole: WholePlans, plan: Plan) -> None:
     until a variant fits or is too slow.
     """
     memory, less = whole.task.memory, replace(plan, remat=None)
-    is_short = plan.remat is not None and plan.remat.budget is None and memory < float("inf")
-    if not is_short or not whole.task.may_recompute:
+    if memory == float("inf") or not whole.task.may_recompute:
         return
     whole.compile([less])
-    budget = whole.costs[less].memory["saved"] if less in whole.costs else 0
+    if less not in whole.costs or not _may_be_best(whole, plan, less):
+        return
+    budget = whole.costs[less].memory["saved"]
     for _ in range(NUM_BUDGETS):
         if less not in whole.costs or whole.fits(less) or not whole.may_surpass(less):
             return
@@ -67,6 +77,13 @@ def recompute_less(whole: WholePlans, plan: Plan) -> None:
             return
         less = replace(plan, remat=Remat(budget=budget))
         whole.compile([less])
+
+
+def _may_be_best(whole: WholePlans, plan: Plan, less: Plan) -> bool:
+    """Whether a plan that recomputes as little as there is memory for would be the best, by its two extremes."""
+    best = whole.ranked()[0]
+    seconds = seconds_at(whole.task.memory, whole.found(plan), whole.found(less))
+    return not whole.fits(best) or seconds < whole.costs[best].seconds
 
 
 def saved_otherwise(whole: WholePlans, blocks: str | None) -> Iterator[Plan]:
@@ -103,7 +120,9 @@ def _copies_too_much(whole: WholePlans, best: Plan, num_pieces: int) -> bool:
 
 def offloaded(whole: WholePlans) -> Iterator[Plan]:
     """The plans that come nearest to fitting, with the optimizer in host memory, and with parameters there too."""
-    nearest = first_of_each(whole.ranked(), lambda plan: str(plan.mesh))[:NUM_OFFLOADED]
+    on_device = [plan for plan in whole.ranked() if not whole.costs[plan].memory.get("saved_below")]
+    of_meshes = first_of_each(on_device, lambda plan: str(plan.mesh))
+    nearest = list(dict.fromkeys([*of_meshes[:NUM_OFFLOADED], *on_device]))[:NUM_OFFLOADED]
     zeros = {plan: plan.zero or Zero(plan.axes[0].name, 3) for plan in nearest}
     yield from (replace(plan, zero=replace(zero, offload=OPTIMIZER)) for plan, zero in zeros.items())
     yield from (replace(plan, zero=replace(zero, stage=3, offload=PARAMETERS)) for plan, zero in zeros.items())

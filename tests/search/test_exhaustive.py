@@ -84,7 +84,7 @@ def limit_between(name: str, machine: str, part: float) -> int:
 
 
 @pytest.mark.xdist_group("exhaustive")
-@pytest.mark.parametrize("part", few((None, 1.0, 0.5, 0.0), None, 1.0, 0.0))
+@pytest.mark.parametrize("part", few((None, 1.0, 0.5, 0.25, 0.0), None, 1.0, 0.0))
 @pytest.mark.parametrize("machine", few(MACHINES, "fast links", "slow links between two nodes"))
 @pytest.mark.parametrize("name", ["rows", *(pytest.param(name, marks=LARGE) for name in MODELS if name != "rows")])
 def test_of_all_plans_on_four_ranks_none_is_better_than_the_first_suggestion(

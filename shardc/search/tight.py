@@ -1,0 +1,80 @@
+"""Plans for little memory: sets of the pool with options, of which no other takes both less time and less memory.
+
+The search for time goes on with the fastest sets on each mesh. The best plan that fits may have sets that are slower
+without options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import chain, product
+from math import inf
+
+from shardc.search.found import Found, frontier
+from shardc.search.pool import NUM_POOL
+from shardc.search.search import GAIN, Search
+from shardc.search.space.meshes import is_possible
+from shardc.search.space.plan import Cuts, Plan
+
+STAGES = (2, 3)  # stages of ZeRO that are tried; stage 1 takes as long as 2
+NUM_SHAPES = 3  # shapes of meshes of two axes that are tried, those of the best plans so far
+
+
+def fit_in_memory(search: Search) -> None:
+    """If memory is short: price the plans on meshes of one and two axes that no other beats on one block."""
+    if not search.is_short:
+        return
+    for each in frontier(_Space(search).priced()):
+        for remat in search.task.remats:
+            search.price(replace(each.plan, remat=remat))
+    search.tell("for little memory")
+
+
+@dataclass(frozen=True, eq=False)
+class _Space:
+    """The plans that are tried where memory is short."""
+
+    search: Search
+
+    def priced(self) -> Iterator[Found]:
+        """The plans with their prices for one block; with options unless a plan is far slower than one that fits."""
+        for plan in self.without_options():
+            found = self._of_one_block(plan)
+            yield from found
+            if any(each.price.seconds < self._most() for each in found):
+                yield from chain.from_iterable(map(self._of_one_block, self.with_options(plan)))
+
+    def without_options(self) -> Iterator[Plan]:
+        """Every set, and every pair of sets, on the shapes of the best plans."""
+        search = self.search
+        alone: list[tuple[Cuts, ...]] = [(each,) for each in (*search.data, *search.model)]
+        pairs = product(search.data, (*search.model, *search.data[:NUM_POOL]))
+        for blank, cuts in product(search.blanks(), chain(alone, pairs)):
+            for shape in self._shapes(len(cuts)):
+                plan = replace(blank, axes=search.axes(shape, cuts))
+                if is_possible(plan.axes) and search.task.allows(plan.axes):
+                    yield plan
+
+    def _shapes(self, num_axes: int) -> list[tuple[int, ...]]:
+        best = (tuple(axis.size for axis in each.plan.axes) for each in self.search.best(len(self.search.found)))
+        return list(dict.fromkeys(shape for shape in best if len(shape) == num_axes))[:NUM_SHAPES]
+
+    def with_options(self, plan: Plan) -> Iterator[Plan]:
+        """A plan with each stage of ZeRO over each axis, with and without recomputation."""
+        stages = [stage for stage in STAGES if stage in self.search.task.stages]
+        zeros = self.search.zeros(plan, [axis.name for axis in plan.axes], stages)
+        for zero, remat in product((None, *zeros), self.search.task.remats):
+            yield replace(plan, zero=zero, remat=remat)
+
+    def _most(self) -> float:
+        """Seconds for one block from which on a plan without options is far slower than the best one that fits."""
+        task, best = self.search.task, self.search.best()[0]
+        if task.is_for_memory or best.price.peak > task.memory:
+            return inf
+        return min(each.price.seconds / GAIN for each in self._of_one_block(best.plan))
+
+    def _of_one_block(self, plan: Plan) -> list[Found]:
+        """The plan with its price for one block; empty if it cannot be compiled."""
+        prices = self.search.pricer.of_few(plan, (self.search.task.machine,))
+        return [Found(plan, prices[0])] if prices else []

@@ -1,0 +1,69 @@
+"""Where memory is short, the first suggestion is the fastest plan that fits."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from gpt import GPT, Config
+from search_models import Call, attention_model, mlp_model
+
+import shardc
+from shardc import Mesh, P, Zero
+from shardc.language.machine import Device, Link, Machine
+from shardc.search.found import Found, seconds_at
+from shardc.search.pricing.price import Price
+from shardc.search.space.plan import Plan
+
+TWO_NODES = Machine({"*": Link(1e-6, 3e11)}, Device({"float32": 1e13}, 1e12), node=2, between=Link(3e-5, 3e9))
+WORTH = 1e-3
+
+
+def found(seconds: float, peak: float) -> Found:
+    return Found(Plan(()), Price(seconds, 0.0, *[0.0] * 5, peak, 0.0, 0.0))
+
+
+def test_sets_that_are_slow_without_zero_are_found() -> None:
+    """``tp`` cuts the width of the input and the heads: slow, except with parameters stored over ``dp``."""
+    model, args = attention_model()
+    plan: dict[str, Any] = {"mesh": Mesh(dp=2, tp=2), "zero": Zero("dp", 3), "links": TWO_NODES, "optimizer": "adamw"}
+    annotations = {"x": P("dp", P.OPEN, "tp"), "*.proj.weight": P(P.OPEN, "tp")}
+    compiled = shardc.compile(model, annotations=annotations, args=args, **plan)
+    memory, fix = compiled.memory["peak"], {"pipeline": None, "remat": None}
+    first = shardc.suggest(model, 4, args=args, memory=memory, links=TWO_NODES, fix=fix, top=1)[0]
+    assert first.fits and first.seconds <= compiled.timeline.makespan
+
+
+def gpt() -> Call:
+    with torch.device("meta"):
+        ids = torch.zeros(8, 128).long()
+        return GPT(Config(layers=4, vocab=512, context=128, width=256, heads=8)), (ids, ids)
+
+
+@pytest.mark.parametrize(
+    ("call", "megabytes", "ways"),
+    [
+        (mlp_model, (126, 131, 142, 175), {"links": TWO_NODES, "fix": {"pipeline": None, "remat": None}}),
+        pytest.param(
+            gpt, (22, 24, 26, 28, 30, 32, 34),
+            {"links": "nvlink", "device": "h100", "fix": {"tp": 4, "pipeline": None}}, marks=pytest.mark.sweep,
+        ),
+    ],
+    ids=["mlp", "gpt"],
+)  # fmt: skip
+def test_more_memory_never_makes_the_first_suggestion_slower(
+    call: Any, megabytes: tuple[int, ...], ways: dict[str, Any]
+) -> None:
+    model, args = call()
+    firsts = [shardc.suggest(model, 4, args=args, memory=each * 1e6, top=1, **ways)[0] for each in megabytes]
+    assert all(each.fits for each in firsts)
+    assert all(more.seconds <= (1 + WORTH) * less.seconds for less, more in pairwise(firsts))
+    assert firsts[-1].seconds < 0.99 * firsts[0].seconds
+
+
+@pytest.mark.parametrize(("memory", "seconds"), [(9, float("inf")), (10, 2.0), (15, 1.5), (20, 1.0), (30, 1.0)])
+def test_a_plan_between_two_takes_its_share_of_the_time(memory: float, seconds: float) -> None:
+    """The smaller takes 2 s and 10 bytes, the larger 1 s and 20 bytes."""
+    assert seconds_at(memory, found(2.0, 10.0), found(1.0, 20.0)) == seconds
