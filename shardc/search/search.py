@@ -277,8 +277,12 @@ class Search:
         return [each for each in fitting if self.task.allows_zero(each.plan)]
 
     def _with_zero(self, plan: Plan, axes: Iterable[str]) -> list[Found]:
-        stages = [stage for stage in self.task.stages if stage > 1] or self.task.stages  # stage 1 takes as long as 2
-        return self._priced(replace(plan, zero=zero) for zero in self.zeros(plan, axes, stages))
+        return self._priced(replace(plan, zero=zero) for zero in self.zeros(plan, axes, self.stages))
+
+    @property
+    def stages(self) -> Sequence[int]:
+        """The allowed stages of ZeRO without stage 1, which takes as long as stage 2, unless that is the only one."""
+        return [stage for stage in self.task.stages if stage > 1] or self.task.stages
 
     def zeros(self, plan: Plan, axes: Iterable[str], stages: Iterable[int]) -> Iterator[Zero]:
         """ZeRO over each axis; and over all, with backward gathering over those inside nodes (the last, if all are)."""

@@ -17,7 +17,6 @@ from shardc.search.search import GAIN, Search
 from shardc.search.space.meshes import is_possible
 from shardc.search.space.plan import Cuts, Plan
 
-STAGES = (2, 3)  # stages of ZeRO that are tried; stage 1 takes as long as 2
 NUM_SHAPES = 3  # shapes of meshes of two axes that are tried, those of the best plans so far
 
 
@@ -25,7 +24,7 @@ def fit_in_memory(search: Search) -> None:
     """If memory is short: price the plans on meshes of one and two axes that no other beats on one block."""
     if not search.is_short:
         return
-    for each in frontier(_Space(search).priced()):
+    for each in frontier(each for each in _Space(search).priced() if search.task.permits(each.plan)):
         for remat in search.task.remats:
             search.price(replace(each.plan, remat=remat))
     search.tell("for little memory")
@@ -39,10 +38,11 @@ class _Space:
 
     def priced(self) -> Iterator[Found]:
         """The plans with their prices for one block; with options unless a plan is far slower than one that fits."""
+        most = self._most()
         for plan in self.without_options():
             found = self._of_one_block(plan)
             yield from found
-            if any(each.price.seconds < self._most() for each in found):
+            if any(each.price.seconds < most for each in found):
                 yield from chain.from_iterable(map(self._of_one_block, self.with_options(plan)))
 
     def without_options(self) -> Iterator[Plan]:
@@ -62,8 +62,7 @@ class _Space:
 
     def with_options(self, plan: Plan) -> Iterator[Plan]:
         """A plan with each stage of ZeRO over each axis, with and without recomputation."""
-        stages = [stage for stage in STAGES if stage in self.search.task.stages]
-        zeros = self.search.zeros(plan, [axis.name for axis in plan.axes], stages)
+        zeros = self.search.zeros(plan, [axis.name for axis in plan.axes], self.search.stages)
         for zero, remat in product((None, *zeros), self.search.task.remats):
             yield replace(plan, zero=zero, remat=remat)
 

@@ -11,7 +11,7 @@ from gpt import GPT, Config
 from search_models import Call, attention_model, mlp_model
 
 import shardc
-from shardc import Mesh, P, Zero
+from shardc import Mesh, P, Remat, Zero
 from shardc.language.machine import Device, Link, Machine
 from shardc.search.found import Found, seconds_at
 from shardc.search.pricing.price import Price
@@ -67,3 +67,11 @@ def test_more_memory_never_makes_the_first_suggestion_slower(
 def test_a_plan_between_two_takes_its_share_of_the_time(memory: float, seconds: float) -> None:
     """The smaller takes 2 s and 10 bytes, the larger 1 s and 20 bytes."""
     assert seconds_at(memory, found(2.0, 10.0), found(1.0, 20.0)) == seconds
+
+
+@pytest.mark.parametrize(("stage", "remat"), [(1, None), (3, None), (0, Remat("blocks.*"))], ids=str)
+def test_what_is_fixed_is_kept_where_memory_is_short(stage: int, remat: Remat | None) -> None:
+    model, args = mlp_model()
+    fix = {"zero": stage, "remat": remat, "pipeline": None}
+    found = shardc.suggest(model, 4, args=args, memory=130e6, links=TWO_NODES, fix=fix)
+    assert {(each.zero.stage if each.zero else 0, each.remat) for each in found} == {(stage, remat)}
