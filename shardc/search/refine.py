@@ -29,10 +29,12 @@ def refine(search: Search) -> None:
     refinement = _Refinement(search)
     for each in of_meshes[: NUM_REFINED_SLOWLY if search.pricer.longer else NUM_REFINED]:
         refinement.run(each, refinement.moves(each.plan))
-    if search.is_short:
+    if search.is_short and not search.task.is_for_memory:
         refinement.beyond_memory()
     for each in search.best(NUM_REFINED if search.is_short else 1):
         refinement.run(each, refinement.single(each.plan), clearly=1.0)
+    for each in search.recomputing():
+        search.price(replace(each.plan, remat=None))  # for an estimate of the time with less recomputation
     search.tell("refined")
 
 
@@ -62,9 +64,9 @@ class _Refinement:
                         best = found
 
     def beyond_memory(self) -> None:
-        """Apply the moves to plans that do not fit but are faster than the best that does, the smallest first.
+        """Apply the moves to plans that do not fit but are faster than the best that does: a move may make them fit.
 
-        No other plan takes both less time and less memory than such a plan. A move may make it fit.
+        Of those on the frontier of time and memory, the smallest is next that was not tried.
         """
         search, tried = self.search, set[Plan]()
         for _ in range(NUM_BEYOND):
@@ -87,9 +89,10 @@ class _Refinement:
         return [*more_or_less, *with_other_cuts, self._with_other_sizes, self._with_other_zero]
 
     def single(self, plan: Plan) -> list[Move]:
-        """The moves that add or drop one annotation, at any seed of any decision."""
+        """The moves that add or drop one annotation, at any seed of any decision, or take another ``Zero``."""
         places = [frozenset({each}) for decision in self.search.decisions for each in decision.by_seed()]
-        return [partial(self._with_group, i, each) for i in range(len(plan.axes)) for each in places]
+        one = [partial(self._with_group, i, each) for i in range(len(plan.axes)) for each in places]
+        return [*one, self._with_other_zero]
 
     def _with_group(self, i: int, group: Cuts, plan: Plan) -> Iterator[Plan]:
         return self._with_cuts(plan, i, toggled(plan.axes[i].cuts, group))

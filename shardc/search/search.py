@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice, product
+from math import inf
 
 from shardc.language.partition import P
 from shardc.options import Zero
@@ -33,7 +34,7 @@ BREADTH = 8
 BREADTH_OF_STAGES = 2  # for the devices of a pipeline's stage
 NUM_SIMPLE, NEAR = 3, 1.02  # short plans that are compiled whole if their time is within this factor of the best
 NEARLY = 1.1  # an estimated peak within this factor of the memory may turn out to fit
-NUM_RECOMPUTED = 12  # plans that recompute all blocks and are compared as they would be with less recomputation
+NUM_RECOMPUTING = 12  # plans that recompute all blocks and are compared as they would be with less recomputation
 NUM_IDLE = 2  # pairs whose outer axis is idle
 AMPLE = 0.5  # a plan with a peak below this fraction of the memory need not save memory
 GAIN = 0.8  # options are assumed to reduce a plan's time to no less than this fraction
@@ -116,18 +117,21 @@ class Search:
         simple = sorted(near, key=lambda each: (len(each.plan.annotations), each.rank(self.task)))[:NUM_SIMPLE]
         nearly = [each for each in permitted if 1 < each.price.peak / self.task.memory < NEARLY]
         nearly.sort(key=lambda each: each.price.seconds)
-        most_likely = (*best, *simple, *nearly[:NUM_SIMPLE], *self._recomputed()[:NUM_SIMPLE])
+        recomputing = sorted(self.recomputing(), key=self._with_less_recomputed)
+        most_likely = (*best, *simple, *nearly[:NUM_SIMPLE], *recomputing[:NUM_SIMPLE])
         return list({each.plan: each for each in most_likely}.values())
 
-    def _recomputed(self) -> list[Found]:
-        """Plans that recompute all blocks, by the estimated time if they recompute no more than memory requires."""
-        if not self.task.may_recompute:
+    def recomputing(self) -> list[Found]:
+        """The fastest plans that fit because they recompute all blocks, if they may recompute less."""
+        if not self.task.may_recompute or self.task.is_for_memory:
             return []
         fitting = [each for each in self._fitting(self.found.values()) if each.plan.remat]
-        fitting.sort(key=lambda each: each.price.seconds)
-        pairs = [(each, self.price(replace(each.plan, remat=None))) for each in fitting[:NUM_RECOMPUTED]]
-        less = {each: seconds_at(self.task.memory, each, without) for each, without in pairs if without is not None}
-        return sorted(less, key=less.__getitem__)
+        return sorted(fitting, key=lambda each: each.price.seconds)[:NUM_RECOMPUTING]
+
+    def _with_less_recomputed(self, found: Found) -> float:
+        """The estimated seconds of a plan that recomputes all blocks, if it recomputed only what memory requires."""
+        without = self.found.get(replace(found.plan, remat=None))
+        return inf if without is None else seconds_at(self.task.memory, found, without)
 
     def tell(self, which: str) -> None:
         """Say how many plans were found, and the best one."""

@@ -28,7 +28,7 @@ from shardc.search.question import AXES, check_counts, module_patterns, question
 from shardc.search.reasons import reasons
 from shardc.search.refine import refine
 from shardc.search.search import NEARLY, Search
-from shardc.search.space.decision import decisions_of, tensors_of
+from shardc.search.space.decision import Decision, decisions_of, tensors_of
 from shardc.search.space.lists import num_parts
 from shardc.search.space.plan import OPTIONS, Axis, Plan
 from shardc.search.space.shorten import Annotations, shortened
@@ -122,7 +122,8 @@ def suggest(
 class _Suggesting:
     """One call of ``suggest``.
 
-    State: ``whole``, plans compiled whole, with their costs; ``short``, shortened annotations by axes and ``written``.
+    State: ``whole``, plans compiled whole, with their costs; ``short``, shortened annotations by axes and ``written``;
+    ``is_interrupted``, whether a Ctrl-C ended a part of it.
     """
 
     num_samples: int
@@ -132,23 +133,16 @@ class _Suggesting:
     progress: Progress
     whole: WholePlans
     short: dict[object, Annotations] = field(default_factory=dict)
+    is_interrupted: bool = False
 
     def run(self) -> Suggestions:
         """Search, compile the best plans whole, and give the reasons for each."""
         tensors = tensors_of(self.pricer.few, self.whole.compiler.model, self.task.given)
-        search = Search(self.pricer, self.task, self.progress)
-        staged: list[Plan] = []
-        with self._until_interrupted(search.best, "compiled"):
-            search.run(decisions_of(self.pricer.few, tensors))
-            fit_in_memory(search)
-            refine(search)
-            staged = self._with_stages(search)
-        with self._until_interrupted(self.whole.ranked, "those compiled by now"):
-            self.whole.compile(each.plan for each in search.finalists(max(NUM_WHOLE, self.top)))
-            self.whole.compile(staged)
-            if not self.whole.ranked():
-                raise self._nothing()
-            compile_variants(self.whole, self.pricer)
+        decisions = decisions_of(self.pricer.few, tensors)
+        search = self._search(decisions)
+        if not (self.whole.fits(self.whole.ranked()[0]) or self.is_interrupted):
+            with self._until_interrupted(self.whole.ranked, "those compiled by now"):
+                self._search_for_memory(decisions)
         suggestions: list[Suggestion] = []
         with self._until_interrupted(lambda: suggestions, "without hints"):
             for plan in self._best():
@@ -159,6 +153,30 @@ class _Suggesting:
         compiled = self.pricer.num_compiled + len(self.whole.costs)
         return Suggestions(suggestions, self._bound(), compiled, candidates)
 
+    def _search(self, decisions: Sequence[Decision]) -> Search:
+        """Search, and compile the best plans whole; returns the search."""
+        search, staged = Search(self.pricer, self.task, self.progress), list[Plan]()
+        with self._until_interrupted(search.best, "compiled"):
+            search.run(decisions)
+            fit_in_memory(search)
+            refine(search)
+            staged = self._with_stages(search)
+        with self._until_interrupted(self.whole.ranked, "those compiled by now"):
+            self.whole.compile(each.plan for each in search.finalists(max(NUM_WHOLE, self.top)))
+            self.whole.compile(staged)
+            if not self.whole.ranked():
+                raise self._nothing()
+            compile_variants(self.whole, self.pricer)
+        return search
+
+    def _search_for_memory(self, decisions: Sequence[Decision]) -> None:
+        """Add the plans that need the least memory to those compiled whole, since no other fits."""
+        self.progress("no plan fits: searching for those that need the least memory")
+        task = replace(self.task, objective="memory", memory=inf)
+        whole = replace(self.whole, task=task, costs={}, tried=set())
+        replace(self, task=task, whole=whole)._search(decisions)
+        self.whole.costs.update(whole.costs)
+
     @contextmanager
     def _until_interrupted(self, found: Callable[[], Sized], how: str) -> Iterator[None]:
         """Let a Ctrl-C end the block, and go on after it with what was ``found``; raise it if nothing was."""
@@ -167,6 +185,7 @@ class _Suggesting:
         except KeyboardInterrupt:
             if not found():
                 raise
+            self.is_interrupted = True
             self.progress(f"interrupted: the best plans so far are {how}")
 
     def _best(self) -> list[Plan]:

@@ -21,7 +21,10 @@ NUM_SHAPES = 3  # shapes of meshes of two axes that are tried, those of the best
 
 
 def fit_in_memory(search: Search) -> None:
-    """If memory is short: price the plans on meshes of one and two axes that no other beats on one block."""
+    """If memory is short: price the plans on meshes of one and two axes that no other beats in time and memory.
+
+    They are compared on one block, and those that remain are priced for the whole model.
+    """
     if not search.is_short:
         return
     for each in frontier(each for each in _Space(search).priced() if search.task.permits(each.plan)):
@@ -43,7 +46,8 @@ class _Space:
             found = self._of_one_block(plan)
             yield from found
             if any(each.price.seconds < most for each in found):
-                yield from chain.from_iterable(map(self._of_one_block, self.with_options(plan)))
+                further = (each for each in self.with_options(plan) if each != plan)
+                yield from chain.from_iterable(map(self._of_one_block, further))
 
     def without_options(self) -> Iterator[Plan]:
         """Every set, and every pair of sets, on the shapes of the best plans."""
@@ -61,7 +65,7 @@ class _Space:
         return list(dict.fromkeys(shape for shape in best if len(shape) == num_axes))[:NUM_SHAPES]
 
     def with_options(self, plan: Plan) -> Iterator[Plan]:
-        """A plan with each stage of ZeRO over each axis, with and without recomputation."""
+        """A plan without ZeRO and with each stage of it over each axis, both with and without recomputation."""
         zeros = self.search.zeros(plan, [axis.name for axis in plan.axes], self.search.stages)
         for zero, remat in product((None, *zeros), self.search.task.remats):
             yield replace(plan, zero=zero, remat=remat)

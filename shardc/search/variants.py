@@ -119,12 +119,17 @@ def _copies_too_much(whole: WholePlans, best: Plan, num_pieces: int) -> bool:
 
 
 def offloaded(whole: WholePlans) -> Iterator[Plan]:
-    """The plans that come nearest to fitting, with the optimizer in host memory, and with parameters there too."""
-    on_device = [plan for plan in whole.ranked() if not whole.costs[plan].memory.get("saved_below")]
-    of_meshes = first_of_each(on_device, lambda plan: str(plan.mesh))
-    nearest = list(dict.fromkeys([*of_meshes[:NUM_OFFLOADED], *on_device]))[:NUM_OFFLOADED]
+    """The plans that come nearest to fitting, with the optimizer in host memory, and with parameters there too.
+
+    Plans that save in host memory, unless that is fixed, are left out: they may need it no more.
+    """
+    plans = [plan for plan in whole.ranked() if whole.task.saved or not whole.costs[plan].memory.get("saved_below")]
+    of_meshes = first_of_each(plans, lambda plan: str(plan.mesh))
+    nearest = list(dict.fromkeys([*of_meshes[:NUM_OFFLOADED], *plans]))[:NUM_OFFLOADED]
     zeros = {plan: plan.zero or Zero(plan.axes[0].name, 3) for plan in nearest}
     yield from (replace(plan, zero=replace(zero, offload=OPTIMIZER)) for plan, zero in zeros.items())
+    yield from (replace(plan, zero=replace(zero, stage=2, offload=OPTIMIZER)) for plan, zero in zeros.items())
+    yield from (replace(plan, zero=replace(zero, stage=3, offload=OPTIMIZER)) for plan, zero in zeros.items())
     yield from (replace(plan, zero=replace(zero, stage=3, offload=PARAMETERS)) for plan, zero in zeros.items())
 
 

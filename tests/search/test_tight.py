@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from gpt import GPT, Config
-from search_models import Call, attention_model, mlp_model
+from gpt import GPT, MLP, Config
+from search_models import Blocks, Call, Recommender, attention_model, mlp_model
 
 import shardc
 from shardc import Mesh, P, Remat, Zero
@@ -75,3 +75,22 @@ def test_what_is_fixed_is_kept_where_memory_is_short(stage: int, remat: Remat | 
     fix = {"zero": stage, "remat": remat, "pipeline": None}
     found = shardc.suggest(model, 4, args=args, memory=130e6, links=TWO_NODES, fix=fix)
     assert {(each.zero.stage if each.zero else 0, each.remat) for each in found} == {(stage, remat)}
+
+
+def test_parts_are_offloaded_where_what_blocks_save_is_fixed_to_host_memory() -> None:
+    """Every plan saves there, so that it is no sign of a plan that needs nothing else."""
+    with torch.device("meta"):
+        model, x = Blocks(MLP(Config(width=64)) for _ in range(2)), torch.empty(12, 64)
+    ways: dict[str, Any] = {"args": (x,), "links": TWO_NODES, "fix": {"saved": {"blocks.*": "host"}, "pipeline": None}}
+    smallest = shardc.suggest(model, 4, objective="memory", top=1, **ways)[0]
+    assert smallest.zero is not None and smallest.zero.offload and smallest.saved == {"blocks.*": "host"}
+    assert shardc.suggest(model, 4, memory=smallest.memory["peak"], top=1, **ways)[0].fits
+
+
+def test_zero_is_left_out_where_a_further_annotation_makes_it_useless() -> None:
+    with torch.device("meta"):
+        model, args = Recommender(20000, 32, 8, 256), (torch.zeros(64, 8).long(), torch.zeros(64))
+    ways: dict[str, Any] = {"args": args, "links": TWO_NODES, "memory": 3_207_582, "top": 1}
+    free = shardc.suggest(model, 4, **ways)[0]
+    fixed = shardc.suggest(model, 4, fix={"zero": None}, **ways)[0]
+    assert free.fits and free.seconds <= fixed.seconds * (1 + WORTH)
