@@ -23,15 +23,19 @@ Move = Callable[[Plan], Iterator[Plan]]  # yields a plan with one thing changed
 
 
 def refine(search: Search) -> None:
-    """Refine the best plans of the best meshes that a search has found."""
+    """Refine the best plans of the best meshes that a search has found.
+
+    If memory is short, plans that do not fit are changed too, unless each price takes a compilation of the whole model.
+    """
     # One plan for each mesh: other options are among its changes.
     of_meshes = first_of_each(search.best(len(search.found)), lambda found: str(found.plan.mesh))
     refinement = _Refinement(search)
     for each in of_meshes[: NUM_REFINED_SLOWLY if search.pricer.longer else NUM_REFINED]:
         refinement.run(each, refinement.moves(each.plan))
-    if search.is_short and not search.task.is_for_memory:
+    is_thorough = search.is_short and search.pricer.whole is None
+    if is_thorough and not search.task.is_for_memory:
         refinement.beyond_memory()
-    for each in search.best(NUM_REFINED if search.is_short else 1):
+    for each in search.best(NUM_REFINED if is_thorough else 1):
         refinement.run(each, refinement.single(each.plan), clearly=1.0)
     for each in search.recomputing():
         search.price(replace(each.plan, remat=None))  # for an estimate of the time with less recomputation

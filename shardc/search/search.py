@@ -186,18 +186,18 @@ class Search:
                 self.price(replace(blank, axes=(Axis("dp", 1),)))
             self._on_shapes([(each,) for each in (*self.data, *self.model, idle)], 1, blank)
             pairs: list[tuple[Cuts, ...]] = list(product(data, (*model, *self.data[:NUM_POOL])))
-            pairs = self._best_pairs(list(self._allowed(pairs, 2)) or pairs, self._shapes(2), blank)
+            pairs = self.best_pairs(list(self._allowed(pairs, 2)) or pairs, self._shapes(2), blank)
             self._on_shapes(pairs, 2, blank)
             self._on_shapes([pair[::-1] for pair in pairs[: self.breadth // 2]], 2, blank)
             self._on_shapes([(each, each) for each in self.data[:2]], 2, blank)
             with_idle = [(idle, each) for each in (*self.data[:NUM_POOL], *self.model[:NUM_POOL])]
-            self._on_shapes(self._best_pairs(with_idle, self._shapes(2), blank)[:NUM_IDLE], 2, blank)
+            self._on_shapes(self.best_pairs(with_idle, self._shapes(2), blank)[:NUM_IDLE], 2, blank)
             every = chain([(each,) * 3 for each in nothing], _triples(pairs, model))
             triples = self._allowed(dict.fromkeys(every), 3)
             most = self.breadth // 2 if self.found else 2 * self.breadth  # perhaps only three axes are allowed
             self._on_shapes(list(islice(triples, most)), 3, blank)
             nested: list[tuple[Cuts, ...]] = list(self._allowed(product(data, self.inner), 2))
-            nested = self._best_pairs(nested, sorted(self._shapes(2), reverse=True), blank)
+            nested = self.best_pairs(nested, sorted(self._shapes(2), reverse=True), blank)
             self._on_shapes(nested[: self.breadth // 2], 2, blank)
 
     def blanks(self) -> Iterator[Plan]:
@@ -220,7 +220,7 @@ class Search:
             if any(self.task.allows(self.axes(shape, each)) for shape in self._shapes(num_axes)):
                 yield each
 
-    def _best_pairs(
+    def best_pairs(
         self, pairs: Sequence[tuple[Cuts, ...]], shapes: Sequence[tuple[int, ...]], blank: Plan
     ) -> list[tuple[Cuts, ...]]:
         """The best pairs for one block on the first of the shapes: by time and by time times memory, in turn."""

@@ -50,15 +50,17 @@ class _Space:
                 yield from chain.from_iterable(map(self._of_one_block, further))
 
     def without_options(self) -> Iterator[Plan]:
-        """Every set, and every pair of sets, on the shapes of the best plans."""
+        """Every set, and every pair of sets, on the shapes of the best plans; the best pairs where prices take long."""
         search = self.search
         alone: list[tuple[Cuts, ...]] = [(each,) for each in (*search.data, *search.model)]
-        pairs = product(search.data, (*search.model, *search.data[:NUM_POOL]))
-        for blank, cuts in product(search.blanks(), chain(alone, pairs)):
-            for shape in self._shapes(len(cuts)):
-                plan = replace(blank, axes=search.axes(shape, cuts))
-                if is_possible(plan.axes) and search.task.allows(plan.axes):
-                    yield plan
+        pairs: list[tuple[Cuts, ...]] = list(product(search.data, (*search.model, *search.data[:NUM_POOL])))
+        for blank in search.blanks():
+            chosen = search.best_pairs(pairs, self._shapes(2), blank) if search.pricer.whole else pairs
+            for cuts in (*alone, *chosen):
+                for shape in self._shapes(len(cuts)):
+                    plan = replace(blank, axes=search.axes(shape, cuts))
+                    if is_possible(plan.axes) and search.task.allows(plan.axes):
+                        yield plan
 
     def _shapes(self, num_axes: int) -> list[tuple[int, ...]]:
         best = (tuple(axis.size for axis in each.plan.axes) for each in self.search.best(len(self.search.found)))
