@@ -31,6 +31,7 @@ from shardc.language.errors import CommunicationError, RankError, error_line
 
 from .interrupt import interruptible
 
+FREEING = 0.1  # seconds at exit for gloo's threads to free what they hold
 SECONDS = 1.0  # to find the cause, on all ranks at once
 PAUSE = 0.02  # seconds between two polls of the store
 CLOSING = (1 << 20) - 1  # the tag of a message that nobody sends
@@ -306,10 +307,15 @@ def _post_failure(text: str) -> None:
 
 
 def _note_at_exit() -> None:
-    """Post the error that ends this process, if there is one, and end others' waits before the clean-up is done."""
+    """Post the error that ends this process, if there is one, and end others' waits before the clean-up is done.
+
+    Then let gloo's threads free what their last collectives hold of Python. They need the interpreter's lock for it,
+    and a thread that asks for it while the interpreter is being finalized aborts the process.
+    """
     if (error := getattr(sys, "last_value", None)) is not None and dist.is_initialized():
         note_failure(error)
         _close_all()
+    time.sleep(FREEING)
 
 
 def _silent_store(verb: str) -> str:
