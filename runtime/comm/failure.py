@@ -309,8 +309,8 @@ def _post_failure(text: str) -> None:
 def _note_at_exit() -> None:
     """Post the error that ends this process, if there is one, and end others' waits before the clean-up is done.
 
-    Then let gloo's threads free what their last collectives hold of Python. They need the interpreter's lock for it,
-    and a thread that asks for it while the interpreter is being finalized aborts the process.
+    Then give gloo's threads time to free the Python objects of their last collectives. They need the GIL for it, and a
+    C++ thread that asks for the GIL while Python is being finalized aborts the process.
     """
     if (error := getattr(sys, "last_value", None)) is not None and dist.is_initialized():
         note_failure(error)

@@ -63,6 +63,7 @@ class _Space:
                         yield plan
 
     def _shapes(self, num_axes: int) -> list[tuple[int, ...]]:
+        """The shapes with ``num_axes`` axes of the best plans so far."""
         best = (tuple(axis.size for axis in each.plan.axes) for each in self.search.best(len(self.search.found)))
         return list(dict.fromkeys(shape for shape in best if len(shape) == num_axes))[:NUM_SHAPES]
 

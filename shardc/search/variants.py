@@ -63,7 +63,7 @@ def recompute_less(whole: WholePlans, plan: Plan) -> None:
     until a variant fits or is too slow.
     """
     memory, less = whole.task.memory, replace(plan, remat=None)
-    if memory == float("inf") or not whole.task.may_recompute:
+    if memory == inf or not whole.task.may_recompute:
         return
     whole.compile([less])
     if less not in whole.costs or not _may_be_best(whole, plan, less):
@@ -126,11 +126,11 @@ def offloaded(whole: WholePlans) -> Iterator[Plan]:
     plans = [plan for plan in whole.ranked() if whole.task.saved or not whole.costs[plan].memory.get("saved_below")]
     of_meshes = first_of_each(plans, lambda plan: str(plan.mesh))
     nearest = list(dict.fromkeys([*of_meshes[:NUM_OFFLOADED], *plans]))[:NUM_OFFLOADED]
-    zeros = {plan: plan.zero or Zero(plan.axes[0].name, 3) for plan in nearest}
-    yield from (replace(plan, zero=replace(zero, offload=OPTIMIZER)) for plan, zero in zeros.items())
-    yield from (replace(plan, zero=replace(zero, stage=2, offload=OPTIMIZER)) for plan, zero in zeros.items())
-    yield from (replace(plan, zero=replace(zero, stage=3, offload=OPTIMIZER)) for plan, zero in zeros.items())
-    yield from (replace(plan, zero=replace(zero, stage=3, offload=PARAMETERS)) for plan, zero in zeros.items())
+    for plan in nearest:
+        zero = replace(plan.zero or Zero(plan.axes[0].name, 3), offload=OPTIMIZER)
+        all_stored = replace(zero, stage=3)
+        for each in (zero, replace(zero, stage=2), all_stored, replace(all_stored, offload=PARAMETERS)):
+            yield replace(plan, zero=each)
 
 
 def in_rings(whole: WholePlans, pricer: Pricer) -> Iterator[Plan]:
