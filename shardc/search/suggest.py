@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -143,11 +143,7 @@ class _Suggesting:
         if not (self.whole.fits(self.whole.ranked()[0]) or self.is_interrupted):
             with self._until_interrupted(self.whole.ranked, "those compiled by now"):
                 self._search_for_memory(decisions)
-        suggestions: list[Suggestion] = []
-        with self._until_interrupted(lambda: suggestions, "without hints"):
-            for plan in self._best():
-                suggestions.append(self._suggestion(plan, search.found))
-            suggestions[0] = replace(suggestions[0], hints=hints(self.whole, self.whole.ranked()[0]))
+        suggestions = self._suggestions(search.found)
         everything = search.found | {plan: self.whole.found(plan) for plan in self.whole.costs}
         candidates = (_candidate(each) for each in everything.values() if self.task.permits(each.plan))
         compiled = self.pricer.num_compiled + len(self.whole.costs)
@@ -161,13 +157,20 @@ class _Suggesting:
             fit_in_memory(search)
             refine(search)
             staged = self._with_stages(search)
-        with self._until_interrupted(self.whole.ranked, "those compiled by now"):
+        self._compile(search, staged)
+        return search
+
+    def _compile(self, search: Search, staged: Sequence[Plan]) -> None:
+        """Compile the best plans whole, with variants; a first Ctrl-C before any is compiled begins again."""
+        is_first = not self.is_interrupted
+        with self._until_interrupted(lambda: self.whole.ranked() or is_first, "those compiled by now"):
             self.whole.compile(each.plan for each in search.finalists(max(NUM_WHOLE, self.top)))
             self.whole.compile(staged)
             if not self.whole.ranked():
                 raise self._nothing()
             compile_variants(self.whole, self.pricer)
-        return search
+        if not self.whole.ranked():
+            self._compile(search, staged)
 
     def _search_for_memory(self, decisions: Sequence[Decision]) -> None:
         """Add the plans that need the least memory to those compiled whole, since no other fits."""
@@ -178,7 +181,7 @@ class _Suggesting:
         self.whole.costs.update(whole.costs)
 
     @contextmanager
-    def _until_interrupted(self, found: Callable[[], Sized], how: str) -> Iterator[None]:
+    def _until_interrupted(self, found: Callable[[], object], how: str) -> Iterator[None]:
         """Let a Ctrl-C end the block, and go on after it with what was ``found``; raise it if nothing was."""
         try:
             yield
@@ -222,6 +225,15 @@ class _Suggesting:
     def _can_compile(self, plan: Plan) -> bool:
         self.whole.compile([plan])
         return plan in self.whole.costs
+
+    def _suggestions(self, found: Mapping[Plan, Found]) -> list[Suggestion]:
+        """The best plans as suggestions; a first Ctrl-C before there is any begins again."""
+        is_first, made = not self.is_interrupted, list[Suggestion]()
+        with self._until_interrupted(lambda: made or is_first, "without hints"):
+            for plan in self._best():
+                made.append(self._suggestion(plan, found))
+            made[0] = replace(made[0], hints=hints(self.whole, self.whole.ranked()[0]))
+        return made or self._suggestions(found)
 
     def _bound(self) -> float:
         """A lower bound in seconds: all computation in the fastest precision, spread evenly over all devices."""

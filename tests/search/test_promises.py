@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -128,6 +129,24 @@ def test_ctrl_c_gives_what_there_is() -> None:
 
     found = shardc.suggest(model, 4, args=args, progress=interrupt)
     assert len(found) == 1
+
+
+@pytest.mark.parametrize("name", ["shardc.search.pricing.whole.cost_of", "shardc.search.suggest.reasons"])
+def test_a_first_ctrl_c_loses_nothing(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Between the search and the first plan that is compiled whole, and before the first suggestion is made."""
+    model, args = residual()
+    function, calls = resolve_name(name), list[object]()
+
+    def interrupted(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return function(*args)
+
+    expected = shardc.suggest(model, 4, args=args)
+    monkeypatch.setattr(name, interrupted)
+    found = shardc.suggest(model, 4, args=args)
+    assert len(calls) > 1 and found[0].text() == expected[0].text()
 
 
 @pytest.mark.parametrize(("when", "fix"), [("decisions", {}), ("on meshes", {"zero": 3})])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -140,11 +141,9 @@ class WholePlans:
         for plan in plans:
             if plan not in self.tried and self.task.permits(plan):
                 self.progress(f"compiling plan {len(self.tried) + 1} for the whole model: {plan.mesh}")
-                self.tried.add(plan)
-                try:
+                with suppress(*REFUSALS):
                     self.costs[plan] = cost_of(self.compiler.compiled(plan).program)
-                except REFUSALS:
-                    continue
+                self.tried.add(plan)  # not if a Ctrl-C ended it
 
     def found(self, plan: Plan) -> Found:
         """A compiled plan with its price, in the form that the search uses."""
