@@ -168,7 +168,7 @@ class _Suggesting:
             self.whole.compile(staged)
             if not self.whole.ranked():
                 raise self._nothing()
-            compile_variants(self.whole, self.pricer)
+            compile_variants(self.whole, search)
         if not self.whole.ranked():
             self._compile(search, staged)
 

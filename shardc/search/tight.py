@@ -53,7 +53,8 @@ class _Space:
         """Every set, and every pair of sets, on the shapes of the best plans; the best pairs where prices take long."""
         search = self.search
         alone: list[tuple[Cuts, ...]] = [(each,) for each in (*search.data, *search.model)]
-        pairs: list[tuple[Cuts, ...]] = list(product(search.data, (*search.model, *search.data[:NUM_POOL])))
+        outer = (*search.data, *(search.model[:NUM_POOL] if search.task.is_for_memory else ()))
+        pairs: list[tuple[Cuts, ...]] = list(product(outer, (*search.model, *search.data[:NUM_POOL])))
         for blank in search.blanks():
             chosen = search.best_pairs(pairs, self._shapes(2), blank) if search.pricer.whole else pairs
             for cuts in (*alone, *chosen):

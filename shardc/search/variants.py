@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import permutations
+from itertools import chain, permutations
 from math import inf
 
 from shardc.options import AUTO, Remat, Zero
 from shardc.options.zero import HOST, OPTIMIZER, PARAMETERS
-from shardc.search.found import first_of_each, seconds_at
-from shardc.search.pricing.price import Pricer
+from shardc.search.found import Found, first_of_each, frontier, seconds_at
+from shardc.search.pool import in_order
+from shardc.search.pricing.price import Price, Pricer
 from shardc.search.pricing.whole import WholePlans
+from shardc.search.search import Search
 from shardc.search.space.plan import Plan
+from shardc.search.task import Task
 
 NUM_RECOMPUTED = 4  # best plans that recompute all blocks and are tried with less recomputation
 NUM_BUDGETS = 4  # budgets of saved bytes to try until a plan fits
 NUM_RINGED, CLEARLY = 3, 0.99  # best plans that are tried with rings, if these take less than this fraction of the time
 LONG = 0.05  # part of a step in which a rank waits for copies, from which on ``offload`` is tried too
-NUM_OFFLOADED = 3  # plans that do not fit and are tried with parts in host memory
+NUM_BASES = 32  # best plans without options whose cuts are tried with parts in host memory
+NUM_OFFLOADED = 3  # meshes whose best estimates with parts in host memory are compiled whole
+NUM_STAGED = 2  # pipelines that are tried with parts in host memory
 
 
-def compile_variants(whole: WholePlans, pricer: Pricer) -> None:
+def compile_variants(whole: WholePlans, search: Search) -> None:
     """Compile variants that may be better than the best plan: ways to fit, the least changes first, then rings."""
-    blocks = pricer.blocks
+    blocks = search.pricer.blocks
     whole.compile(reordered(whole))
     _compute_or_save(whole, blocks)
     if whole.task.is_for_memory or _needs_host(whole):
-        whole.compile(offloaded(whole))
+        whole.compile(offloaded(whole, search))
         whole.compile(reordered(whole))
         _compute_or_save(whole, blocks)
-    whole.compile(in_rings(whole, pricer))
+    whole.compile(in_rings(whole, search.pricer))
+    drop_useless_cuts(whole)
 
 
 def _needs_host(whole: WholePlans) -> bool:
@@ -118,19 +124,50 @@ def _copies_too_much(whole: WholePlans, best: Plan, num_pieces: int) -> bool:
     return device.transfer_seconds(without.memory["saved"] // num_pieces, False) > whole.costs[best].seconds
 
 
-def offloaded(whole: WholePlans) -> Iterator[Plan]:
-    """The plans that come nearest to fitting, with the optimizer in host memory, and with parameters there too.
+def offloaded(whole: WholePlans, search: Search) -> Iterator[Plan]:
+    """The best plans with the optimizer in host memory, and with parameters there too, by estimates.
 
-    Plans that save in host memory, unless that is fixed, are left out: they may need it no more.
+    Pipelines have no estimates: those that come nearest to fitting are tried with their own ZeRO.
     """
-    plans = [plan for plan in whole.ranked() if whole.task.saved or not whole.costs[plan].memory.get("saved_below")]
-    of_meshes = first_of_each(plans, lambda plan: str(plan.mesh))
-    nearest = list(dict.fromkeys([*of_meshes[:NUM_OFFLOADED], *plans]))[:NUM_OFFLOADED]
-    for plan in nearest:
-        zero = replace(plan.zero or Zero(plan.axes[0].name, 3), offload=OPTIMIZER)
-        all_stored = replace(zero, stage=3)
-        for each in (zero, replace(zero, stage=2), all_stored, replace(all_stored, offload=PARAMETERS)):
-            yield replace(plan, zero=each)
+    task = whole.task
+    in_order = sorted(search.found.values(), key=lambda found: found.figure(task))
+    without_options = [replace(found.plan, zero=None, remat=None) for found in in_order]
+    bases = list(dict.fromkeys(without_options))[:NUM_BASES]
+    below = chain.from_iterable(_with_stored_below(search, base) for base in bases)
+    best = frontier(_priced(below, search.pricer.of_few, task))
+    ways = chain.from_iterable(_ways_to_offload(found.plan) for found in best)
+    permitted = [plan for plan in dict.fromkeys(ways) if task.permits(plan)]
+    estimates = sorted(_priced(permitted, search.pricer.of_all, task), key=lambda found: found.rank(task))
+    of_meshes = first_of_each((found.plan for found in estimates), lambda plan: str(plan.mesh))
+    yield from of_meshes[:NUM_OFFLOADED]
+    pipelines = [plan for plan in whole.ranked() if plan.pipeline is not None and plan.saved in (task.saved or (None,))]
+    for plan in pipelines[:NUM_STAGED]:
+        yield from _ways_to_offload(replace(plan, zero=plan.zero or Zero(plan.axes[0].name, 3)))
+
+
+def _with_stored_below(search: Search, base: Plan) -> Iterator[Plan]:
+    """A plan with each form of ZeRO 3, or of the highest stage that is allowed, and all that it stores in host memory.
+
+    Both with recomputation and without.
+    """
+    stage = max(search.task.stages)
+    for zero in search.zeros(base, [axis.name for axis in base.axes], (stage,)):
+        stored = replace(zero, offload=PARAMETERS if stage == 3 else OPTIMIZER)
+        yield from (replace(base, zero=stored, remat=remat) for remat in search.task.remats)
+
+
+def _ways_to_offload(plan: Plan) -> Iterator[Plan]:
+    """A plan with ZeRO that offloads the optimizer, at its own stage and at 2 and 3, or parameters too."""
+    assert plan.zero is not None
+    zero = replace(plan.zero, offload=OPTIMIZER)
+    all_stored = replace(zero, stage=3)
+    for each in (zero, replace(zero, stage=2), all_stored, replace(all_stored, offload=PARAMETERS)):
+        yield replace(plan, zero=each)
+
+
+def _priced(plans: Iterable[Plan], price: Callable[..., Sequence[Price] | None], task: Task) -> list[Found]:
+    """The plans that can be compiled, with their prices on the machine of the task."""
+    return [Found(plan, prices[0]) for plan in plans if (prices := price(plan, (task.machine,)))]
 
 
 def in_rings(whole: WholePlans, pricer: Pricer) -> Iterator[Plan]:
@@ -143,3 +180,21 @@ def in_rings(whole: WholePlans, pricer: Pricer) -> Iterator[Plan]:
             plain, ringed = (each[0].seconds if each else inf for each in prices)
             if ringed < CLEARLY * plain:
                 yield replace(plan, overlap=overlap)
+
+
+def drop_useless_cuts(whole: WholePlans) -> None:
+    """Compile the best plan without each of its cuts, in turn, and go on without those that gain nothing.
+
+    They gain in the estimates, which are off by some ten-thousandths of a step.
+    """
+    best = whole.ranked()[0]
+    if best.pipeline is not None or best.written is not None:
+        return
+    for i, axis in enumerate(best.axes):
+        for cut in in_order(axis.cuts):
+            fewer = best.axes[i].cuts - {cut}
+            if fewer and cut.kind != "samples":
+                without = replace(best, axes=(*best.axes[:i], replace(axis, cuts=fewer), *best.axes[i + 1 :]))
+                whole.compile([without])
+                compiled = (each for each in (best, without) if each in whole.costs)
+                best = min(compiled, key=lambda plan: whole.found(plan).rank(whole.task))

@@ -94,3 +94,24 @@ def test_zero_is_left_out_where_a_further_annotation_makes_it_useless() -> None:
     free = shardc.suggest(model, 4, **ways)[0]
     fixed = shardc.suggest(model, 4, fix={"zero": None}, **ways)[0]
     assert free.fits and free.seconds <= fixed.seconds * (1 + WORTH)
+
+
+def test_the_cuts_of_an_offloaded_plan_need_not_be_the_best_without_offload() -> None:
+    """All of these parameters take long to copy, so that each rank should hold few of them."""
+    with torch.device("meta"):
+        model, args = Recommender(20000, 32, 8, 256), (torch.zeros(64, 8).long(), torch.zeros(64))
+    cuts = {"table.weight": P(None, ("tp", "tp2")), "hidden.weight": P(None, "tp2"), "out.weight": P(None, "tp2")}
+    zero = Zero("tp2", 3, offload="parameters")
+    plan: dict[str, Any] = {"mesh": Mesh(tp=2, tp2=2), "zero": zero, "links": TWO_NODES, "optimizer": "adamw"}
+    compiled = shardc.compile(model, annotations=cuts, args=args, **plan)
+    first = shardc.suggest(model, 4, args=args, links=TWO_NODES, memory=1_013_332, top=1)[0]
+    assert first.fits and first.seconds <= compiled.timeline.makespan * (1 + WORTH)
+
+
+def test_least_memory_is_no_more_where_pipelines_are_allowed() -> None:
+    model, args = mlp_model()
+    ways: dict[str, Any] = {"args": args, "links": TWO_NODES, "objective": "memory", "top": 1}
+    alone = shardc.suggest(model, 4, fix={"pipeline": None}, **ways)[0].memory["peak"]
+    assert shardc.suggest(model, 4, **ways)[0].memory["peak"] <= alone
+    fitting = shardc.suggest(model, 4, args=args, links=TWO_NODES, memory=alone, top=1)[0]
+    assert fitting.fits
