@@ -9,11 +9,13 @@ from math import inf
 
 from shardc.options import AUTO, Remat, Zero
 from shardc.options.zero import HOST, OPTIMIZER, PARAMETERS
-from shardc.search.found import Found, first_of_each, frontier, seconds_at
+from shardc.search.found import EQUAL, Found, first_of_each, frontier, seconds_at
 from shardc.search.pool import in_order
 from shardc.search.pricing.price import Price, Pricer
 from shardc.search.pricing.whole import WholePlans
 from shardc.search.search import Search
+from shardc.search.space.decision import Decision
+from shardc.search.space.meshes import is_possible
 from shardc.search.space.plan import Plan
 from shardc.search.task import Task
 
@@ -21,6 +23,7 @@ NUM_RECOMPUTED = 4  # best plans that recompute all blocks and are tried with le
 NUM_BUDGETS = 4  # budgets of saved bytes to try until a plan fits
 NUM_RINGED, CLEARLY = 3, 0.99  # best plans that are tried with rings, if these take less than this fraction of the time
 LONG = 0.05  # part of a step in which a rank waits for copies, from which on ``offload`` is tried too
+CLOSE = 1.001  # a cut is tried on the whole model if the estimate with it is within this factor of that without it
 NUM_BASES = 32  # best plans without options whose cuts are tried with parts in host memory
 NUM_OFFLOADED = 3  # meshes whose best estimates with parts in host memory are compiled whole
 NUM_STAGED = 2  # pipelines that are tried with parts in host memory
@@ -36,7 +39,7 @@ def compile_variants(whole: WholePlans, search: Search) -> None:
         whole.compile(reordered(whole))
         _compute_or_save(whole, blocks)
     whole.compile(in_rings(whole, search.pricer))
-    drop_useless_cuts(whole)
+    settle(whole, search)
 
 
 def _needs_host(whole: WholePlans) -> bool:
@@ -182,19 +185,46 @@ def in_rings(whole: WholePlans, pricer: Pricer) -> Iterator[Plan]:
                 yield replace(plan, overlap=overlap)
 
 
-def drop_useless_cuts(whole: WholePlans) -> None:
-    """Compile the best plan without each of its cuts, in turn, and go on without those that gain nothing.
+def settle(whole: WholePlans, search: Search) -> None:
+    """Let the whole model decide on single cuts of the best plan: estimates are off by some ten-thousandths of a step.
 
-    They gain in the estimates, which are off by some ten-thousandths of a step.
+    Cuts that may gain are added one by one if they do, and those without which the plan is no slower are dropped.
     """
-    best = whole.ranked()[0]
+    best, task = whole.ranked()[0], whole.task
     if best.pipeline is not None or best.written is not None:
         return
     for i, axis in enumerate(best.axes):
-        for cut in in_order(axis.cuts):
-            fewer = best.axes[i].cuts - {cut}
-            if fewer and cut.kind != "samples":
-                without = replace(best, axes=(*best.axes[:i], replace(axis, cuts=fewer), *best.axes[i + 1 :]))
-                whole.compile([without])
-                compiled = (each for each in (best, without) if each in whole.costs)
-                best = min(compiled, key=lambda plan: whole.found(plan).rank(whole.task))
+        own = [cut for cut in in_order(axis.cuts) if cut.kind != "samples"]
+        for cut in [*_undecided(search, best, i), *own]:
+            changed = _with_cut_toggled(best, i, cut)
+            whole.compile([changed] if changed.axes[i].cuts else [])
+            if changed in whole.costs:
+                old, new = whole.found(best), whole.found(changed)
+                is_better = not old.is_better(new, task, EQUAL) if cut in own else new.is_better(old, task)
+                best = changed if is_better else best
+
+
+def _undecided(search: Search, plan: Plan, i: int) -> Iterator[Decision]:
+    """Further cuts of the ``i``-th axis that gain on one block, though estimates for all blocks say no more than that.
+
+    None where the whole model was priced before.
+    """
+    pricer, machines = search.pricer, (search.task.machine,)
+    base = replace(plan, remat=None, saved=None)
+    few, every = pricer.of_few(base, machines), pricer.of_all(base, machines)
+    if pricer.whole is not None or few is None or every is None:
+        return
+    for cut in chain.from_iterable(decision.by_seed() for decision in search.decisions):
+        changed = _with_cut_toggled(base, i, cut)
+        if cut in plan.axes[i].cuts or not is_possible(changed.axes):
+            continue
+        on_one = pricer.of_few(changed, machines)
+        if on_one and on_one[0].seconds < few[0].seconds:
+            on_all = pricer.of_all(changed, machines)
+            if on_all and on_all[0].seconds < CLOSE * every[0].seconds:
+                yield cut
+
+
+def _with_cut_toggled(plan: Plan, i: int, cut: Decision) -> Plan:
+    axis = plan.axes[i]
+    return replace(plan, axes=(*plan.axes[:i], replace(axis, cuts=axis.cuts ^ {cut}), *plan.axes[i + 1 :]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from search_models import Residual
 
@@ -98,6 +99,37 @@ def test_where_nothing_fits_what_blocks_save_goes_to_host_memory_before_paramete
     assert first.fits and first.saved == {"blocks.*": "host"}
     assert first.zero is None or first.zero.offload is None
     check(first, model, ids)
+
+
+WHOLE: dict[str, Any] = {"links": Machine({"*": "nvlink"}, "h100"), "fix": {"pipeline": None}, "top": 1}
+
+
+@pytest.mark.slow
+def test_no_annotation_of_the_first_suggestion_is_useless() -> None:
+    """A cut of ``*.intermediate.dense.weight`` gains by the estimate, and nothing in the whole model."""
+    hf = pytest.importorskip("transformers")
+    with torch.device("meta"):
+        model = hf.BertForMaskedLM(hf.BertConfig(num_hidden_layers=4))
+        ids = torch.empty(128, 512, dtype=torch.int64)
+    kwargs = {"input_ids": ids, "labels": ids}
+    first = shardc.suggest(model, 2, kwargs=kwargs, **WHOLE)[0]
+    options = {name: first[name] for name in first if name not in ("mesh", "annotations")}
+    for name in first.annotations.keys() - {"input_ids", "labels"}:
+        others = {each: spec for each, spec in first.annotations.items() if each != name}
+        without = shardc.compile(model, first.mesh, others, kwargs=kwargs, **options)
+        assert without.timeline.makespan > first.seconds
+
+
+@pytest.mark.slow
+def test_a_cut_that_gains_on_one_block_is_tried_on_the_whole_model() -> None:
+    """The estimate for all blocks adds the wait for a gathered weight of one block to that for another."""
+    hf = pytest.importorskip("transformers")
+    with torch.device("meta"):
+        model, images = hf.ViTForImageClassification(hf.ViTConfig(num_hidden_layers=4)), torch.empty(256, 3, 224, 224)
+    kwargs = {"pixel_values": images, "labels": torch.empty(256, dtype=torch.int64)}
+    cuts = {"pixel_values": P("dp"), "*.fc1.weight": P("dp")}
+    compiled = shardc.compile(model, Mesh(dp=2), cuts, kwargs=kwargs, links=WHOLE["links"], optimizer="adamw")
+    assert shardc.suggest(model, 2, kwargs=kwargs, **WHOLE)[0].seconds <= compiled.timeline.makespan
 
 
 def test_plans_may_keep_what_codes_leave_out() -> None:

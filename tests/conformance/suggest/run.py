@@ -213,4 +213,4 @@ def _seconds(price: Price | None) -> str:
 
 
 def _ratio(other: Candidate | None, own: Price | None) -> str:
-    return f"{other.price.seconds / own.seconds:.3f}" if other and own else ""
+    return f"{other.price.seconds / own.seconds:.4f}" if other and own else ""
