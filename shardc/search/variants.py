@@ -1,4 +1,4 @@
-"""Variants of plans that were compiled whole: choices that need the whole model, and ways to fit in memory."""
+"""Variants of plans that were compiled whole: ways to fit in memory, rings, and what estimates leave undecided."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NUM_STAGED = 2  # pipelines that are tried with parts in host memory
 
 
 def compile_variants(whole: WholePlans, search: Search) -> None:
-    """Compile variants that may be better than the best plan: ways to fit, the least changes first, then rings."""
+    """Compile variants that may be better than the best: ways to fit, the least changes first; rings; single cuts."""
     blocks = search.pricer.blocks
     whole.compile(reordered(whole))
     _compute_or_save(whole, blocks)
@@ -133,12 +133,11 @@ def offloaded(whole: WholePlans, search: Search) -> Iterator[Plan]:
     Pipelines have no estimates: those that come nearest to fitting are tried with their own ZeRO.
     """
     task = whole.task
-    in_order = sorted(search.found.values(), key=lambda found: found.figure(task))
-    without_options = [replace(found.plan, zero=None, remat=None) for found in in_order]
-    bases = list(dict.fromkeys(without_options))[:NUM_BASES]
+    best_first = sorted(search.found.values(), key=lambda found: found.figure(task))
+    bases = list(dict.fromkeys(replace(found.plan, zero=None, remat=None) for found in best_first))[:NUM_BASES]
     below = chain.from_iterable(_with_stored_below(search, base) for base in bases)
-    best = frontier(_priced(below, search.pricer.of_few, task))
-    ways = chain.from_iterable(_ways_to_offload(found.plan) for found in best)
+    on_one_block = frontier(_priced(below, search.pricer.of_few, task))
+    ways = chain.from_iterable(_ways_to_offload(found.plan) for found in on_one_block)
     permitted = [plan for plan in dict.fromkeys(ways) if task.permits(plan)]
     estimates = sorted(_priced(permitted, search.pricer.of_all, task), key=lambda found: found.rank(task))
     of_meshes = first_of_each((found.plan for found in estimates), lambda plan: str(plan.mesh))
@@ -205,14 +204,14 @@ def settle(whole: WholePlans, search: Search) -> None:
 
 
 def _undecided(search: Search, plan: Plan, i: int) -> Iterator[Decision]:
-    """Further cuts of the ``i``-th axis that gain on one block, though estimates for all blocks say no more than that.
+    """Further cuts of the ``i``-th axis that make one block faster, and all blocks hardly slower by the estimate.
 
-    None where the whole model was priced before.
+    None where the whole model was priced before, or the least memory is looked for.
     """
     pricer, machines = search.pricer, (search.task.machine,)
     base = replace(plan, remat=None, saved=None)
     few, every = pricer.of_few(base, machines), pricer.of_all(base, machines)
-    if pricer.whole is not None or few is None or every is None:
+    if pricer.whole is not None or search.task.is_for_memory or few is None or every is None:
         return
     for cut in chain.from_iterable(decision.by_seed() for decision in search.decisions):
         changed = _with_cut_toggled(base, i, cut)
