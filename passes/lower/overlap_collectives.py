@@ -82,9 +82,8 @@ def overlap_collectives(program: Program) -> Program:
                 if not any(each < place for each in gathered_again(node)):
                     move_before(place, node)
                     place.prepend(node)
-    for node, reader in readers.items():
-        if is_free(node):
-            reader.prepend(node)
+    for node in filter(is_free, readers):
+        _reader_now(readers, node).prepend(node)
     return program
 
 
@@ -104,6 +103,13 @@ def _first_readers(program: Program) -> dict[fx.Node, fx.Node]:
         ways = (readers[user] if is_free(user) and user not in copies else user for user in node.users)
         readers[node] = min(ways, default=program.output_node)
     return {node: readers[node] for node in views if node not in copies}
+
+
+def _reader_now(readers: Mapping[fx.Node, fx.Node], view: fx.Node) -> fx.Node:
+    """The first call that computes with a view, once gathers have moved: one of them may have moved before another."""
+    if not view.users or readers[view].op == "output":
+        return readers[view]
+    return min(_reader_now(readers, user) if is_free(user) and user in readers else user for user in view.users)
 
 
 def _reader_in_the_end(readers: Mapping[fx.Node, fx.Node], node: fx.Node) -> fx.Node:

@@ -38,6 +38,7 @@ PLANS: dict[str, tuple[Mesh, dict[str, Any]]] = {
     "in place of a dim": (Mesh(dp=2, tp=2), {"saved": {"*": P(None, "tp")}}),
     "over two axes": (Mesh(tp=2, sp=2), {"saved": {"*": ("sp", "tp")}}),
     "stored in pieces too": (Mesh(dp=2, tp=2), {"zero": Zero("dp", 3), "remat": BLOCKS}),
+    "pieces of parameters too": (Mesh(dp=2, tp=2), {"zero": Zero(("tp", "dp"), 3, gather_over="dp")}),
     "each alone": (Mesh(dp=2, tp=2), {"bucket": 1}),
     "in bfloat16": (Mesh(dp=2, tp=2), {"precision": Precision()}),
     "within a budget": (Mesh(dp=2, tp=2), {"remat": Remat(budget=250_000)}),
