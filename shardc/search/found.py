@@ -28,13 +28,17 @@ class Found:
         return task.figure(self.price.seconds, self.price.peak)
 
     def rank(self, task: Task) -> tuple[object, ...]:
-        """A sort key, best plan first: excess over the memory, the objective, length of the plan, the other figure."""
+        """A sort key, best plan first: excess over the memory, the objective, length of the plan, the other figure.
+
+        If the objective is memory, time comes before length: many plans need the least memory.
+        """
         excess = task.excess(self.price.peak)
         figure, other = self.figure(task), task.figure(self.price.peak, self.price.seconds)
         annotations = self.plan.annotations
         size = len(self.plan.options) + len(annotations), len(self.plan.axes)
         text = f"{annotations}"
-        return excess, _rounded(figure), size, _rounded(other), len(text), f"{self.plan.mesh}", text
+        further = (_rounded(other), size) if task.is_for_memory else (size, _rounded(other))
+        return excess, _rounded(figure), *further, len(text), f"{self.plan.mesh}", text
 
     def is_better(self, other: Found, task: Task, worth: float = WORTH) -> bool:
         """Whether it exceeds the memory by less than the other or, at equal excess, has a clearly smaller figure.

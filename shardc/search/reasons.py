@@ -1,4 +1,4 @@
-"""Reasons for a plan: for each choice, the cost of the best plan without it; and the cost of its copies.
+"""Reasons for a plan: for each choice, the cost of the best plan tried without it; and the cost of its copies.
 
 A cost marked ``about`` is of a plan that was not compiled whole: the chosen plan's cost times the ratio of estimates.
 """
@@ -29,11 +29,10 @@ def reasons(chosen: Plan, whole: WholePlans, estimates: Mapping[Plan, Found]) ->
     if chosen in estimates:
         estimated = [corrected(each, found[chosen], estimates[chosen]) for each in estimated]
     others = [each for each in (*estimated, *found.values()) if each.plan != chosen and task.permits(each.plan)]
-    choices = [
-        f"{choice}: {words} the best takes {_beside(whole, chosen, min(having, key=lambda each: each.rank(task)))}"
-        for choice, words, has_other in _alternatives(chosen)
-        if (having := [each for each in others if has_other(each.plan)])
-    ]
+    choices = []
+    for choice, words, has_other in _alternatives(chosen):
+        having = sorted((each for each in others if has_other(each.plan)), key=lambda each: each.rank(task))
+        choices += [f"{choice}: {words} the best tried takes {_beside(whole, chosen, best)}" for best in having[:1]]
     idle = [_idle_text(name, chosen.mesh.axis_size(name)) for name in cost.idle]
     return (*choices, *idle, *([] if cost.copying is None else [_copying_text(cost.copying)]))
 
@@ -89,4 +88,6 @@ def _copying_text(copying: Copying) -> str:
     copied = f"copies to the tier below and back: {bytes_text(copying.nbytes)} a step"
     if copying.seconds is None or copying.waited is None:
         return copied
-    return f"{copied} in {seconds_text(copying.seconds)}, of which a rank waits for {seconds_text(copying.waited)}"
+    return (
+        f"{copied} in {seconds_text(copying.seconds)}; a rank is idle for {seconds_text(copying.waited)} until they end"
+    )

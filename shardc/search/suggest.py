@@ -141,7 +141,7 @@ class _Suggesting:
         decisions = decisions_of(self.pricer.few, tensors)
         search = self._search(decisions)
         if not (self.whole.fits(self.whole.ranked()[0]) or self.is_interrupted):
-            with self._until_interrupted(self.whole.ranked, "those compiled by now"):
+            with self._until_interrupted(self.whole.ranked, "those that are compiled"):
                 self._search_for_memory(decisions)
         suggestions = self._suggestions(search.found)
         everything = search.found | {plan: self.whole.found(plan) for plan in self.whole.costs}
@@ -161,15 +161,16 @@ class _Suggesting:
         return search
 
     def _compile(self, search: Search, staged: Sequence[Plan]) -> None:
-        """Compile the best plans whole, with variants; a first Ctrl-C before any is compiled begins again."""
+        """Compile the best plans whole, with variants; a first Ctrl-C before the best is compiled begins again."""
         is_first = not self.is_interrupted
-        with self._until_interrupted(lambda: self.whole.ranked() or is_first, "those compiled by now"):
+        with self._until_interrupted(lambda: self.whole.ranked() or is_first, "those that are compiled"):
             self.whole.compile(each.plan for each in search.finalists(max(NUM_WHOLE, self.top)))
             self.whole.compile(staged)
             if not self.whole.ranked():
                 raise self._nothing()
             compile_variants(self.whole, search)
-        if not self.whole.ranked():
+        is_missing = any(each.plan not in self.whole.tried for each in search.best())
+        if is_first and self.is_interrupted and (is_missing or not self.whole.ranked()):
             self._compile(search, staged)
 
     def _search_for_memory(self, decisions: Sequence[Decision]) -> None:

@@ -24,7 +24,7 @@ NUM_BUDGETS = 4  # budgets of saved bytes to try until a plan fits
 NUM_RINGED, CLEARLY = 3, 0.99  # best plans that are tried with rings, if these take less than this fraction of the time
 LONG = 0.05  # part of a step in which a rank waits for copies, from which on ``offload`` is tried too
 CLOSE = 1.001  # a cut is tried on the whole model if the estimate with it is within this factor of that without it
-NUM_BASES = 32  # best plans without options whose cuts are tried with parts in host memory
+NUM_BASES, NUM_BASES_SLOWLY = 64, 16  # best cuts that are tried with parts in host memory; fewer where prices take long
 NUM_OFFLOADED = 3  # meshes whose best estimates with parts in host memory are compiled whole
 NUM_STAGED = 2  # pipelines that are tried with parts in host memory
 
@@ -134,7 +134,8 @@ def offloaded(whole: WholePlans, search: Search) -> Iterator[Plan]:
     """
     task = whole.task
     best_first = sorted(search.found.values(), key=lambda found: found.figure(task))
-    bases = list(dict.fromkeys(replace(found.plan, zero=None, remat=None) for found in best_first))[:NUM_BASES]
+    bases = list(dict.fromkeys(replace(found.plan, zero=None, remat=None) for found in best_first))
+    bases = bases[: NUM_BASES_SLOWLY if search.pricer.whole else NUM_BASES]
     below = chain.from_iterable(_with_stored_below(search, base) for base in bases)
     on_one_block = frontier(_priced(below, search.pricer.of_few, task))
     ways = chain.from_iterable(_ways_to_offload(found.plan) for found in on_one_block)
@@ -148,12 +149,13 @@ def offloaded(whole: WholePlans, search: Search) -> Iterator[Plan]:
 
 
 def _with_stored_below(search: Search, base: Plan) -> Iterator[Plan]:
-    """A plan with each form of ZeRO 3, or of the highest stage that is allowed, and all that it stores in host memory.
+    """A plan with all that it stores in host memory: each form of ZeRO 3, or of the highest stage that is allowed.
 
-    Both with recomputation and without.
+    Also over all axes in one step, since a rank then copies least. Both with recomputation and without.
     """
-    stage = max(search.task.stages)
-    for zero in search.zeros(base, [axis.name for axis in base.axes], (stage,)):
+    names, stage = tuple(axis.name for axis in base.axes), max(search.task.stages)
+    zeros = [*search.zeros(base, names, (stage,)), *([Zero(names, stage)] if stage and len(names) > 1 else [])]  # type: ignore[arg-type]
+    for zero in zeros:
         stored = replace(zero, offload=PARAMETERS if stage == 3 else OPTIMIZER)
         yield from (replace(base, zero=stored, remat=remat) for remat in search.task.remats)
 

@@ -13,6 +13,7 @@ from torch import nn
 import shardc
 from shardc import P, Precision, Remat, ShardingError
 from shardc.language.errors import OptionError
+from shardc.language.machine import Device, Link, Machine
 
 SAME = 1 + 1e-6  # sums in another order
 
@@ -147,6 +148,22 @@ def test_a_first_ctrl_c_loses_nothing(monkeypatch: pytest.MonkeyPatch, name: str
     monkeypatch.setattr(name, interrupted)
     found = shardc.suggest(model, 4, args=args)
     assert len(calls) > 1 and found[0].text() == expected[0].text()
+
+
+def test_ctrl_c_leaves_no_pipeline_alone_that_was_compiled_to_see_whether_it_can_be() -> None:
+    """A plan that the search has found to be far better is not compiled by then."""
+    model, args = residual(layers=2)
+    links = Machine({"*": Link(1e-6, 3e11)}, Device({"float32": 1e13}, 1e12), node=2, between=Link(3e-5, 3e9))
+    begun: list[str] = []
+
+    def interrupt(text: str) -> None:
+        begun.extend([text] if "whole model" in text else [])
+        if len(begun) == 2:
+            begun.append("interrupted")
+            raise KeyboardInterrupt
+
+    found = shardc.suggest(model, 4, args=args, links=links, progress=interrupt)
+    assert "pp=" in begun[0] and found[0].pipeline is None
 
 
 @pytest.mark.parametrize(("when", "fix"), [("decisions", {}), ("on meshes", {"zero": 3})])

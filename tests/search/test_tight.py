@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,14 +16,15 @@ from shardc import Mesh, P, Remat, Zero
 from shardc.language.machine import Device, Link, Machine
 from shardc.search.found import Found, seconds_at
 from shardc.search.pricing.price import Price
-from shardc.search.space.plan import Plan
+from shardc.search.space.plan import Axis, Plan
+from shardc.search.task import Task
 
 TWO_NODES = Machine({"*": Link(1e-6, 3e11)}, Device({"float32": 1e13}, 1e12), node=2, between=Link(3e-5, 3e9))
 WORTH = 1e-3
 
 
 def found(seconds: float, peak: float) -> Found:
-    return Found(Plan(()), Price(seconds, 0.0, *[0.0] * 5, peak, 0.0, 0.0))
+    return Found(Plan((Axis("dp", 4),)), Price(seconds, 0.0, *[0.0] * 5, peak, 0.0, 0.0))
 
 
 def test_sets_that_are_slow_without_zero_are_found() -> None:
@@ -67,6 +69,15 @@ def test_more_memory_never_makes_the_first_suggestion_slower(
 def test_a_plan_between_two_takes_its_share_of_the_time(memory: float, seconds: float) -> None:
     """The smaller takes 2 s and 10 bytes, the larger 1 s and 20 bytes."""
     assert seconds_at(memory, found(2.0, 10.0), found(1.0, 20.0)) == seconds
+
+
+def test_of_plans_that_need_the_least_memory_the_fastest_is_first() -> None:
+    """Of plans that take the least time, the one with the fewest options and annotations is."""
+    task = Task(4, TWO_NODES, objective="memory")
+    slow, fast = found(2.0, 10.0), replace(found(1.0, 10.0), plan=Plan((Axis("dp", 4),), zero=Zero("dp", 3)))
+    assert min(slow, fast, key=lambda each: each.rank(task)) == fast
+    large, small = found(1.0, 20.0), fast
+    assert min(large, small, key=lambda each: each.rank(replace(task, objective="time"))) == large
 
 
 @pytest.mark.parametrize(("stage", "remat"), [(1, None), (3, None), (0, Remat("blocks.*"))], ids=str)
