@@ -39,11 +39,12 @@ def reasons(chosen: Plan, whole: WholePlans, estimates: Mapping[Plan, Found]) ->
 
 def _alternatives(plan: Plan) -> Iterator[Alternative]:
     yield f"{plan.mesh}", "on another mesh", lambda other: other.mesh != plan.mesh
+    places = plan.places()
     for axis in plan.axes:
-        for decision in sorted(axis.cuts, key=str):
+        for decision in sorted(axis.cuts & places.keys(), key=str):
             without = replace(axis, cuts=axis.cuts - {decision})
             axes = tuple(without if each == axis else each for each in plan.axes)
-            yield f"{axis.name} cuts {decision}", "without that", lambda other, axes=axes: other.axes == axes  # type: ignore[misc]
+            yield f"{axis.name} cuts {places[decision][0]}", "without that", lambda other, axes=axes: other.axes == axes  # type: ignore[misc]
     for name in ("zero", "remat", "precision", "pipeline"):
         option = getattr(plan, name)
         choice = f"no {name}" if option is None else f"{name}={python_text(option)}"

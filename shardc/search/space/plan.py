@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,27 +101,28 @@ class Plan:
             return dict(self.written)
         dims: dict[str, dict[int, list[str]]] = {}
         in_zigzag = {axis.name for axis in self.axes if axis.in_zigzag}
-        for place, axes in self._places():
+        for place, axes in self.places().values():
             if place.dim and place.pattern.startswith("input:") and len(axes) == 1:
                 axes = [f"{axis}:{ZIGZAG}" if axis in in_zigzag else axis for axis in axes]
             dims.setdefault(place.pattern, {})[place.dim] = axes
         return {pattern: _spec(of_dims) for pattern, of_dims in dims.items()} | dict(self.given)
 
-    def _places(self) -> Iterable[tuple[Place, list[str]]]:
-        """A seed of each decision and the axes that cut it, if possible in a tensor that these axes do not cut yet."""
+    def places(self) -> dict[Decision, tuple[Place, list[str]]]:
+        """By decision: the seed to annotate, if possible in a tensor that its axes do not cut yet, and these axes."""
         axes: dict[Decision, list[str]] = {}
         for axis in self.axes:
             for decision in sorted(axis.cuts, key=lambda each: (each.kind != "samples", str(each))):
                 if axis.size > 1:
                     axes.setdefault(decision, []).append(axis.name)
         by_rows = {decision for axis in self.axes if axis.is_by_rows for decision in axis.cuts}
-        taken: dict[str, set[str]] = {}
+        taken, places = dict[str, set[str]](), dict[Decision, tuple[Place, list[str]]]()
         for decision, names in axes.items():
             seeds = sorted(decision.seeds, key=lambda each: each.dim) if decision in by_rows else decision.seeds
             free = [seed for seed in seeds if taken.get(seed.pattern, set()).isdisjoint(names)]
             seed = (free or seeds)[0]
             taken.setdefault(seed.pattern, set()).update(names)
-            yield seed, names
+            places[decision] = seed, names
+        return places
 
 
 def _spec(dims: Mapping[int, list[str]]) -> P:
