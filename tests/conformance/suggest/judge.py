@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardc.language.text import bytes_text, seconds_text
-from shardc.search.found import WORTH
 
 from .plan import Plan, Price
 
@@ -31,7 +30,7 @@ def problems(said: Mapping[str, float], suggested: Price, others: Sequence[Candi
     """The problems of a suggestion, one sentence each.
 
     ``said``: its own ``seconds`` and ``peak``. ``suggested``: the price of the same plan compiled here. ``others``:
-    plans that fit into ``limit`` bytes must not be faster by ``WORTH``, since a smaller gain is worth no annotation.
+    plans that must not be faster if they fit into ``limit`` bytes.
     """
     found = []
     for name, value in said.items():
@@ -44,7 +43,7 @@ def problems(said: Mapping[str, float], suggested: Price, others: Sequence[Candi
     if suggested.peak > limit:
         more = bytes_text(round(suggested.peak - limit))
         return [*found, f"it takes {more} more than there is, where {best.plan.name} fits"]
-    if best.price.seconds < suggested.seconds * (1 - WORTH):
+    if best.price.seconds < suggested.seconds * (1 - TOLERANCE):
         ratio = suggested.seconds / best.price.seconds
         times = f"{seconds_text(suggested.seconds)} against {seconds_text(best.price.seconds)}"
         peak = bytes_text(best.price.peak)
