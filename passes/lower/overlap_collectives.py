@@ -106,7 +106,7 @@ def _first_readers(program: Program) -> dict[fx.Node, fx.Node]:
 
 
 def _reader_now(readers: Mapping[fx.Node, fx.Node], view: fx.Node) -> fx.Node:
-    """The first call that computes with a view, once gathers have moved: one of them may have moved before another."""
+    """The first call that computes with a view, in the present order: its first reader may be a gather that moved."""
     if not view.users or readers[view].op == "output":
         return readers[view]
     return min(_reader_now(readers, user) if is_free(user) and user in readers else user for user in view.users)

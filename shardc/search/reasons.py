@@ -31,8 +31,10 @@ def reasons(chosen: Plan, whole: WholePlans, estimates: Mapping[Plan, Found]) ->
     others = [each for each in (*estimated, *found.values()) if each.plan != chosen and task.permits(each.plan)]
     choices = []
     for choice, words, has_other in _alternatives(chosen):
-        having = sorted((each for each in others if has_other(each.plan)), key=lambda each: each.rank(task))
-        choices += [f"{choice}: {words} the best tried takes {_beside(whole, chosen, best)}" for best in having[:1]]
+        having = [each for each in others if has_other(each.plan)]
+        if having:
+            best = min(having, key=lambda each: each.rank(task))
+            choices.append(f"{choice}: {words} the best tried takes {_beside(whole, chosen, best)}")
     idle = [_idle_text(name, chosen.mesh.axis_size(name)) for name in cost.idle]
     return (*choices, *idle, *([] if cost.copying is None else [_copying_text(cost.copying)]))
 

@@ -212,8 +212,10 @@ def _undecided(search: Search, plan: Plan, i: int) -> Iterator[Decision]:
     """
     pricer, machines = search.pricer, (search.task.machine,)
     base = replace(plan, remat=None, saved=None)
+    if pricer.whole is not None or search.task.is_for_memory:
+        return
     few, every = pricer.of_few(base, machines), pricer.of_all(base, machines)
-    if pricer.whole is not None or search.task.is_for_memory or few is None or every is None:
+    if few is None or every is None:
         return
     for cut in chain.from_iterable(decision.by_seed() for decision in search.decisions):
         changed = _with_cut_toggled(base, i, cut)
