@@ -16,14 +16,15 @@ from shardc.search.pricing.whole import WholePlans
 from shardc.search.search import Search
 from shardc.search.space.decision import Decision
 from shardc.search.space.meshes import is_possible
-from shardc.search.space.plan import Plan
+from shardc.search.space.plan import Cuts, Plan
 from shardc.search.task import Task
 
 NUM_RECOMPUTED = 4  # best plans that recompute all blocks and are tried with less recomputation
 NUM_BUDGETS = 4  # budgets of saved bytes to try until a plan fits
 NUM_RINGED, CLEARLY = 3, 0.99  # best plans that are tried with rings, if these take less than this fraction of the time
 LONG = 0.05  # part of a step in which a rank waits for copies, from which on ``offload`` is tried too
-CLOSE = 1.001  # a cut is tried on the whole model if the estimate with it is within this factor of that without it
+NUM_UNDECIDED = 6  # most further cuts of an axis that are tried on the whole model
+UNSURE, CLOSE = 1.0001, 1.001  # a cut may gain if the estimates with it, of one block and of all, are within these
 NUM_BASES, NUM_BASES_SLOWLY = 64, 16  # best cuts that are tried with parts in host memory; fewer where prices take long
 NUM_OFFLOADED = 3  # meshes whose best estimates with parts in host memory are compiled whole
 NUM_STAGED = 2  # pipelines that are tried with parts in host memory
@@ -189,45 +190,43 @@ def in_rings(whole: WholePlans, pricer: Pricer) -> Iterator[Plan]:
 def settle(whole: WholePlans, search: Search) -> None:
     """Let the whole model decide on single cuts of the best plan: estimates are off by some ten-thousandths of a step.
 
-    Cuts that may gain are added one by one if they do, and those without which the plan is no slower are dropped.
+    Cuts are added one by one if they gain, and those without which the plan is no slower are dropped.
     """
     best, task = whole.ranked()[0], whole.task
     if best.pipeline is not None or best.written is not None:
         return
-    for i, axis in enumerate(best.axes):
-        own = [cut for cut in in_order(axis.cuts) if cut.kind != "samples"]
+    for i in range(len(best.axes)):
+        own = [cut for cut in in_order(best.axes[i].cuts) if cut.kind != "samples"]
         for cut in [*_undecided(search, best, i), *own]:
-            changed = _with_cut_toggled(best, i, cut)
+            changed = _with_cuts(best, i, best.axes[i].cuts ^ {cut})
             whole.compile([changed] if changed.axes[i].cuts else [])
             if changed in whole.costs:
                 old, new = whole.found(best), whole.found(changed)
-                is_better = not old.is_better(new, task, EQUAL) if cut in own else new.is_better(old, task)
+                is_better = not old.is_better(new, task, EQUAL) if cut in own else new.is_better(old, task, EQUAL)
                 best = changed if is_better else best
 
 
-def _undecided(search: Search, plan: Plan, i: int) -> Iterator[Decision]:
-    """Further cuts of the ``i``-th axis that make one block faster, and all blocks hardly slower by the estimate.
+def _undecided(search: Search, plan: Plan, i: int) -> list[Decision]:
+    """Further cuts of the ``i``-th axis that may gain, by the estimates; the best on one block first.
 
     None where the whole model was priced before, or the least memory is looked for.
     """
     pricer, machines = search.pricer, (search.task.machine,)
-    base = replace(plan, remat=None, saved=None)
     if pricer.whole is not None or search.task.is_for_memory:
-        return
+        return []
+    base, ratios = replace(plan, remat=None, saved=None), dict[Decision, float]()
     few, every = pricer.of_few(base, machines), pricer.of_all(base, machines)
-    if few is None or every is None:
-        return
     for cut in chain.from_iterable(decision.by_seed() for decision in search.decisions):
-        changed = _with_cut_toggled(base, i, cut)
-        if cut in plan.axes[i].cuts or not is_possible(changed.axes):
+        changed = _with_cuts(base, i, base.axes[i].cuts | {cut})
+        if few is None or every is None or cut in plan.axes[i].cuts or not is_possible(changed.axes):
             continue
         on_one = pricer.of_few(changed, machines)
-        if on_one and on_one[0].seconds < few[0].seconds:
+        if on_one and on_one[0].seconds < UNSURE * few[0].seconds:
             on_all = pricer.of_all(changed, machines)
             if on_all and on_all[0].seconds < CLOSE * every[0].seconds:
-                yield cut
+                ratios[cut] = on_one[0].seconds / few[0].seconds
+    return sorted(ratios, key=ratios.__getitem__)[:NUM_UNDECIDED]
 
 
-def _with_cut_toggled(plan: Plan, i: int, cut: Decision) -> Plan:
-    axis = plan.axes[i]
-    return replace(plan, axes=(*plan.axes[:i], replace(axis, cuts=axis.cuts ^ {cut}), *plan.axes[i + 1 :]))
+def _with_cuts(plan: Plan, i: int, cuts: Cuts) -> Plan:
+    return replace(plan, axes=(*plan.axes[:i], replace(plan.axes[i], cuts=cuts), *plan.axes[i + 1 :]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from shardc.search.space.decision import Decision
+from shardc.search.space.decision import Decision, Place
 from shardc.search.space.plan import Axis, Cuts
 
 
@@ -59,11 +59,12 @@ def _is_of_experts(decision: Decision) -> bool:
 
 def is_possible(axes: Sequence[Axis]) -> bool:
     """Whether every dim that is cut has elements for each rank, and no rank has far fewer than another."""
-    shards: dict[Decision, int] = {}
+    shards: dict[tuple[frozenset[Place], int], int] = {}
     for axis in axes:
         for decision in axis.cuts:
-            shards[decision] = shards.get(decision, 1) * axis.size
-    return all(cuts_well(each.size, count) for each, count in shards.items())
+            which = decision.places, decision.size
+            shards[which] = shards.get(which, 1) * axis.size
+    return all(cuts_well(size, count) for (_, size), count in shards.items())
 
 
 def cuts_well(size: int, count: int) -> bool:

@@ -99,12 +99,16 @@ class Plan:
         """The ``written`` annotations, or else those of the axes, with other dims open, and the ``given`` ones."""
         if self.written is not None:
             return dict(self.written)
+        cut_over: dict[Place, set[str]] = {}  # two decisions may be annotated at one dim
+        for place, names in self.places().values():
+            cut_over.setdefault(place, set()).update(names)
         dims: dict[str, dict[int, list[str]]] = {}
-        in_zigzag = {axis.name for axis in self.axes if axis.in_zigzag}
-        for place, axes in self.places().values():
-            if place.dim and place.pattern.startswith("input:") and len(axes) == 1:
-                axes = [f"{axis}:{ZIGZAG}" if axis in in_zigzag else axis for axis in axes]
-            dims.setdefault(place.pattern, {})[place.dim] = axes
+        for place, cut in cut_over.items():
+            axes = [axis for axis in self.axes if axis.name in cut]
+            names = [axis.name for axis in axes]
+            if place.dim and place.pattern.startswith("input:") and len(axes) == 1 and axes[0].in_zigzag:
+                names = [f"{names[0]}:{ZIGZAG}"]
+            dims.setdefault(place.pattern, {})[place.dim] = names
         return {pattern: _spec(of_dims) for pattern, of_dims in dims.items()} | dict(self.given)
 
     def places(self) -> dict[Decision, tuple[Place, list[str]]]:
