@@ -265,7 +265,9 @@ class _Suggesting:
             cuts = few.cuts(plan.stage_mesh, plan.annotations)
             self.short[key] = plan.annotations
             if cuts is not None:  # the whole model may compile where a part does not
-                self.short[key] = shortened(plan, lambda changed: few.cuts(plan.stage_mesh, changed) == cuts)
+                compiler = self.whole.compiler
+                names = names_of(compiler.model, compiler.args, compiler.kwargs)
+                self.short[key] = shortened(plan, names, lambda changed: few.cuts(plan.stage_mesh, changed) == cuts)
         return self.short[key]
 
     def _nothing(self) -> Exception:

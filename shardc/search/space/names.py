@@ -37,6 +37,19 @@ def parameter_globs(model: nn.Module) -> dict[str, str]:
     return found
 
 
+def globs_over(patterns: Sequence[str], i: int) -> Iterator[str]:
+    """Globs that match what several patterns do, short ones first, if these differ in the number in their i-th part.
+
+    They may match further names.
+    """
+    parts = patterns[0].split(".")
+    numbers = sorted(pattern.split(".")[i] for pattern in patterns)
+    anything = ["*", f"[{''.join(numbers)}]"] if all(len(number) == 1 for number in numbers) else ["*"]
+    for each in anything:
+        pattern = ".".join([*parts[:i], each, *parts[i + 1 :]])
+        yield from [pattern] if ":" in pattern else _globs(pattern)
+
+
 def _grouped(names: Iterable[str], key_of: Mapping[str, str]) -> dict[str, list[str]]:
     groups: dict[str, list[str]] = {}
     for name in names:
