@@ -55,6 +55,8 @@ def test_a_decision_and_its_copy_cut_the_same_dims_for_both_axes() -> None:
         ({"0.weight": P("tp"), "2.weight": P("tp")}, {"[02].weight": P("tp")}),
         ({"0.weight": P("tp"), "1.weight": P(None, "tp"), "2.weight": P("tp")},
          {"[02].weight": P("tp"), "1.weight": P(None, "tp")}),
+        ({"0.weight": P("tp"), "[12].weight": P("tp")}, {"*.weight": P("tp")}),
+        ({"[!2].weight": P("tp"), "2.weight": P("tp")}, {"*.weight": P("tp")}),
         ({"param:0.weight": P("tp"), "input:input": P("dp")}, {"0.weight": P("tp"), "input": P("dp")}),
     ],
 )  # fmt: skip

@@ -12,6 +12,7 @@ from shardc.capture.annotations import glob
 from shardc.report.explain.blocks import are_alike, like_blocks
 
 Names = Mapping[str, str]  # the first name by each name
+NUMBER = re.compile(r"\d+|\[!?\d+\]")  # a part of a glob: a number, or one digit of these, or of all others
 
 
 def parameter_globs(model: nn.Module) -> dict[str, str]:
@@ -43,9 +44,10 @@ def globs_over(patterns: Sequence[str], i: int) -> Iterator[str]:
     They may match further names.
     """
     parts = patterns[0].split(".")
-    numbers = sorted(pattern.split(".")[i] for pattern in patterns)
-    anything = ["*", f"[{''.join(numbers)}]"] if all(len(number) == 1 for number in numbers) else ["*"]
-    for each in anything:
+    numbers = [pattern.split(".")[i] for pattern in patterns]
+    digits = "".join(sorted("".join(number.strip("[]") for number in numbers)))
+    are_digits = all(re.fullmatch(r"\d|\[\d+\]", number) for number in numbers)
+    for each in ("*", *([f"[{digits}]"] if are_digits else [])):
         pattern = ".".join([*parts[:i], each, *parts[i + 1 :]])
         yield from [pattern] if ":" in pattern else _globs(pattern)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from shardc.capture.annotations import Names, named_by
 from shardc.language.partition import P
-from shardc.search.space.names import globs_over
+from shardc.search.space.names import NUMBER, globs_over
 from shardc.search.space.plan import Plan
 
 Annotations = dict[str, P]
@@ -49,11 +49,11 @@ def _merged(
 
 
 def _alike(annotations: Annotations, given: Collection[str], i: int) -> list[list[str]]:
-    """The patterns, by groups of those with the same spec that differ in the number in their ``i``-th part alone."""
+    """The patterns, by groups of those with the same spec that differ in the numbers in their ``i``-th part alone."""
     groups: dict[object, list[str]] = {}
     for pattern, spec in annotations.items():
         parts = pattern.split(".")
-        if "".join(parts[i : i + 1]).isdigit() and pattern not in given:
+        if NUMBER.fullmatch("".join(parts[i : i + 1])) and pattern not in given:
             groups.setdefault((spec, *parts[:i], "", *parts[i + 1 :]), []).append(pattern)
     return [group for group in groups.values() if len(group) > 1]
 
