@@ -1,6 +1,7 @@
 """Measuring a machine: fits to given times, and a real measurement with two processes."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from shardc.cli.main import main
 from shardc.language.machine import Link, machine_of
 from shardc.program.collective import wire_bytes
 from shardc.runtime.comm.distributed import TorchComm, make_device_mesh
-from shardc.runtime.measure.links import Bench, Beside, Computed, Sent, fitted_device, fitted_link
+from shardc.runtime.measure.links import Bench, Beside, Case, Computed, Sent, fitted_device, fitted_link, time_together
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
@@ -66,6 +67,25 @@ def test_a_device_has_the_rates_of_all_calls_together() -> None:
     )
     assert device.flops == {"float32": 200, "float64": 100} and device.attention == 0.5
     assert (device.memory, device.update, device.call) == (20, 30, 0.2)
+
+
+def test_a_wait_for_a_shared_processor_counts_for_all_computation_alike() -> None:
+    def compute(seconds: float) -> None:
+        end = time.thread_time() + seconds
+        while time.thread_time() < end:
+            pass
+
+    def compute_and_wait() -> None:
+        compute(0.04)
+        time.sleep(0.12)  # as a rank does while others run
+
+    once, twice, waiting = Case(lambda: compute(0.02)), Case(lambda: compute(0.02), 2), Case(compute_and_wait)
+    start = time.perf_counter()
+    time_together([once, twice, waiting])
+    took = time.perf_counter() - start
+    (first,), (second,), (third,) = once.seconds, twice.seconds, waiting.seconds
+    assert first + 2 * second + third == pytest.approx(took, rel=0.02)
+    assert second == pytest.approx(first, rel=0.1) and third == pytest.approx(2 * first, rel=0.1)
 
 
 def measured(mesh: Mesh) -> dict[str, object]:
