@@ -51,9 +51,9 @@ class Case:
 
 
 def time_together(cases: Sequence[Case]) -> None:
-    """Time computation in a row on processors that ranks share; a case's part of the time is that of processor time.
+    """Time cases one after another, and divide the total time among them in proportion to their processor time.
 
-    A rank runs for some milliseconds, and then waits while others run. A short case may fall between two waits.
+    Ranks that share processors take turns of some milliseconds. A short case may include all of a wait, or none of it.
     """
     start, busy = time.perf_counter(), []
     for case in cases:

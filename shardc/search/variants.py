@@ -216,9 +216,11 @@ def _undecided(search: Search, plan: Plan, i: int) -> list[Decision]:
         return []
     base, ratios = replace(plan, remat=None, saved=None), dict[Decision, float]()
     few, every = pricer.of_few(base, machines), pricer.of_all(base, machines)
+    if few is None or every is None:
+        return []
     for cut in chain.from_iterable(decision.by_seed() for decision in search.decisions):
         changed = _with_cuts(base, i, base.axes[i].cuts | {cut})
-        if few is None or every is None or cut in plan.axes[i].cuts or not is_possible(changed.axes):
+        if cut in plan.axes[i].cuts or not is_possible(changed.axes):
             continue
         on_one = pricer.of_few(changed, machines)
         if on_one and on_one[0].seconds < UNSURE * few[0].seconds:

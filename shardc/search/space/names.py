@@ -39,9 +39,9 @@ def parameter_globs(model: nn.Module) -> dict[str, str]:
 
 
 def globs_over(patterns: Sequence[str], i: int) -> Iterator[str]:
-    """Globs that match what several patterns do, short ones first, if these differ in the number in their i-th part.
+    """Globs, short ones first, that match all names of several patterns, and perhaps further names.
 
-    They may match further names.
+    The patterns differ only in the number in their ``i``-th part.
     """
     parts = patterns[0].split(".")
     numbers = [pattern.split(".")[i] for pattern in patterns]

@@ -49,7 +49,7 @@ def _merged(
 
 
 def _alike(annotations: Annotations, given: Collection[str], i: int) -> list[list[str]]:
-    """The patterns, by groups of those with the same spec that differ in the numbers in their ``i``-th part alone."""
+    """Groups of patterns that have the same spec and differ only in the number in their ``i``-th part."""
     groups: dict[object, list[str]] = {}
     for pattern, spec in annotations.items():
         parts = pattern.split(".")
