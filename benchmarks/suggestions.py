@@ -5,7 +5,8 @@
     python benchmarks/suggestions.py --share                      # no rank computes faster while others wait (as root)
 
 Measures links and processors as ``shardc bench-links`` does, asks ``shardc.suggest`` for the best plans, and trains
-with each suggested and each handwritten plan, in turn and in the same processes. Prints two verdicts for each model:
+with each suggested and each handwritten plan in the same processes, in another order each round, since a step may
+depend on the one before it. Plans with the same program are run once. Prints two verdicts for each model:
 whether the fastest plan, or one that does not differ from it, is among the first two by prediction, and whether the
 first suggestion is within 5 % of the fastest plan. Two plans do not differ if the 95 % interval of their paired ratio
 contains 1. Exits with 1 if a verdict is no.
@@ -15,10 +16,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -32,7 +34,7 @@ import torch.distributed as dist
 from gpt import DATA
 from ours import EXPERT, SEQUENCE, TENSOR
 from processors import shares_left_behind, take_share
-from rounds import Ratio, everyone_first, ratio
+from rounds import Ratio, ratio
 from switch import plug_in, switch
 from torch.distributed.device_mesh import init_device_mesh
 from trainer import PIPED, SIZES, Job, Trainer, batches, new_model
@@ -83,6 +85,11 @@ class Predicted:
     computing: float
     peak: int
 
+    @property
+    def program(self) -> tuple[object, ...]:
+        """What plans with the same program have in common."""
+        return tuple(self.plan.axes.values()), self.seconds, self.computing, self.peak
+
 
 def by_hand(ranks: int, num_blocks: int, has_experts: bool) -> list[Plan]:
     """The plans that a person would write for this model."""
@@ -126,15 +133,24 @@ def predicted(plan: Plan, model: str, machine: Machine) -> Predicted:
     return Predicted(plan, program.timeline.makespan, computing, program.memory["peak"])
 
 
+def merged(plans: Sequence[Predicted]) -> list[Predicted]:
+    """The plans, with one for all that have the same program; its name has theirs."""
+    same: dict[object, list[Predicted]] = {}
+    for each in plans:
+        same.setdefault(each.program, []).append(each)
+    names = {first: " = ".join(each.plan.name for each in group) for first, group in same.items()}
+    return [replace(each, plan=replace(each.plan, name=names[first])) for first, (each, *_) in same.items()]
+
+
 def measured(plans: Sequence[Plan], model: str, rounds: int) -> dict[str, list[float]]:
-    """The seconds of the slowest rank in each round, by plan. All plans live in the same processes and take turns."""
+    """The seconds of the slowest rank in each round, by plan. All plans live in the same processes."""
     torch.set_num_threads(1)
     size, has_experts = MODELS[model]
     given = batches(SIZES[size])
     trainers = {plan.name: _trainer(plan, size, has_experts) for plan in plans}
     seconds: dict[str, list[float]] = {name: [] for name in trainers}
     for i in range(WARM + rounds):
-        for name in everyone_first(list(trainers), i):
+        for name in random.Random(i).sample(list(trainers), len(trainers)):
             dist.barrier()
             start = time.perf_counter()
             trainers[name].step(given[i % len(given)])
@@ -166,6 +182,7 @@ def compare(workers: Workers, model: str, machine: Machine, options: argparse.Na
             plans.append(predicted(plan, model, machine))
         except ShardingError as error:
             print(f"{plan.name} is left out: {error}", file=sys.stderr)
+    plans = merged(plans)
     seconds = workers.run(measured, [each.plan for each in plans], model, options.rounds)[0]
     print(f"{model} x{options.ranks}, suggested in {took:.0f} s of processor time; medians of {options.rounds} rounds")
     fastest = min(seconds, key=lambda name: median(seconds[name]))
@@ -190,10 +207,10 @@ def _table(plans: Sequence[Predicted], seconds: Mapping[str, Sequence[float]], r
 
 
 def _verdicts(plans: Sequence[Predicted], fastest: str, ratios: Mapping[str, Ratio]) -> bool:
-    order = sorted({round(each.seconds, 6) for each in plans})  # a suggestion may equal a handwritten plan
+    order = sorted({round(each.seconds, 6) for each in plans})
     places = {each.plan.name: order.index(round(each.seconds, 6)) + 1 for each in plans}
     as_fast = min((name for name, each in ratios.items() if each.low <= 1), key=lambda name: places[name])
-    first = ratios["suggestion 1"].paired - 1
+    first = next(each.paired for name, each in ratios.items() if "suggestion 1" in name.split(" = ")) - 1
     are_good = places[as_fast] <= FIRST, first <= WITHIN
     equal = "" if as_fast == fastest else f", which does not differ from {as_fast}, number {places[as_fast]}"
     print(f"{_yes(are_good[0])}: the fastest, {fastest}, is number {places[fastest]} of the prediction{equal}")
