@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, permutations
+from itertools import chain, combinations, permutations, product
 from math import inf
 
 from shardc.options import AUTO, Remat, Zero
 from shardc.options.zero import HOST, OPTIMIZER, PARAMETERS
 from shardc.search.found import EQUAL, Found, first_of_each, frontier, seconds_at
-from shardc.search.pool import in_order
+from shardc.search.pool import one_by_one
 from shardc.search.pricing.price import Price, Pricer
 from shardc.search.pricing.whole import WholePlans
 from shardc.search.search import Search
-from shardc.search.space.decision import Decision
 from shardc.search.space.meshes import is_possible
 from shardc.search.space.plan import Cuts, Plan
 from shardc.search.task import Task
@@ -23,15 +22,15 @@ NUM_RECOMPUTED = 4  # best plans that recompute all blocks and are tried with le
 NUM_BUDGETS = 4  # budgets of saved bytes to try until a plan fits
 NUM_RINGED, CLEARLY = 3, 0.99  # best plans that are tried with rings, if these take less than this fraction of the time
 LONG = 0.05  # part of a step in which a rank waits for copies, from which on ``offload`` is tried too
-NUM_UNDECIDED = 6  # most further cuts of an axis that are tried on the whole model
-UNSURE, CLOSE = 1.0001, 1.001  # a cut may gain if the estimates with it, of one block and of all, are within these
+NUM_UNDECIDED = 6  # most further cuts, and pairs of cuts, of an axis that are tried on the whole model
+UNSURE, CLOSE = 1.0001, 1.001  # a change may gain if an estimate, of one block or of all, and both are within these
 NUM_BASES, NUM_BASES_SLOWLY = 64, 16  # best cuts that are tried with parts in host memory; fewer where prices take long
 NUM_OFFLOADED = 3  # meshes whose best estimates with parts in host memory are compiled whole
 NUM_STAGED = 2  # pipelines that are tried with parts in host memory
 
 
 def compile_variants(whole: WholePlans, search: Search) -> None:
-    """Compile variants that may be better than the best: ways to fit, the least changes first; rings; single cuts."""
+    """Compile variants that may be better than the best: ways to fit, the least changes first; rings; other cuts."""
     blocks = search.pricer.blocks
     whole.compile(reordered(whole))
     _compute_or_save(whole, blocks)
@@ -188,46 +187,80 @@ def in_rings(whole: WholePlans, pricer: Pricer) -> Iterator[Plan]:
 
 
 def settle(whole: WholePlans, search: Search) -> None:
-    """Let the whole model decide on single cuts of the best plan: estimates are off by some ten-thousandths of a step.
+    """Let the whole model decide on small changes of the best plan: estimates are off by ten-thousandths of a step.
 
-    Cuts are added one by one if they gain, and those without which the plan is no slower are dropped.
+    On each axis, cuts are added one by one if they gain; then of pairs of cuts to add or exchange the best is taken;
+    and those cuts without which the plan is no slower are dropped.
     """
-    best, task = whole.ranked()[0], whole.task
+    best = whole.ranked()[0]
     if best.pipeline is not None or best.written is not None:
         return
     for i in range(len(best.axes)):
-        own = [cut for cut in in_order(best.axes[i].cuts) if cut.kind != "samples"]
-        for cut in [*_undecided(search, best, i), *own]:
-            changed = _with_cuts(best, i, best.axes[i].cuts ^ {cut})
-            whole.compile([changed] if changed.axes[i].cuts else [])
-            if changed in whole.costs:
-                old, new = whole.found(best), whole.found(changed)
-                is_better = not old.is_better(new, task, EQUAL) if cut in own else new.is_better(old, task, EQUAL)
-                best = changed if is_better else best
+        for cut in _undecided(search, best, i):
+            best = _tried(whole, best, best, i, cut)
+        single = best
+        for pair in _undecided_pairs(search, single, i):
+            best = _tried(whole, best, single, i, pair)
+        for cut in _cuts_of_model(best, i):
+            best = _tried(whole, best, best, i, cut)
 
 
-def _undecided(search: Search, plan: Plan, i: int) -> list[Decision]:
-    """Further cuts of the ``i``-th axis that may gain, by the estimates; the best on one block first.
+def _tried(whole: WholePlans, best: Plan, plan: Plan, i: int, change: Cuts) -> Plan:
+    """The best plan, or ``plan`` with a change of its ``i``-th axis if that is faster, or shorter and no slower."""
+    changed = _with_cuts(plan, i, plan.axes[i].cuts ^ change)
+    whole.compile([changed] if changed.axes[i].cuts else [])
+    if changed not in whole.costs:
+        return best
+    old, new, task = whole.found(best), whole.found(changed), whole.task
+    is_shorter = len(changed.axes[i].cuts) < len(best.axes[i].cuts)
+    is_better = not old.is_better(new, task, EQUAL) if is_shorter else new.is_better(old, task, EQUAL)
+    return changed if is_better else best
+
+
+def _undecided(search: Search, plan: Plan, i: int) -> list[Cuts]:
+    """Cuts to add to the ``i``-th axis that may gain, one by one.
 
     None where the whole model was priced before, or the least memory is looked for.
     """
-    pricer, machines = search.pricer, (search.task.machine,)
-    if pricer.whole is not None or search.task.is_for_memory:
+    if search.pricer.whole is not None or search.task.is_for_memory:
         return []
-    base, ratios = replace(plan, remat=None, saved=None), dict[Decision, float]()
-    few, every = pricer.of_few(base, machines), pricer.of_all(base, machines)
-    if few is None or every is None:
-        return []
-    for cut in chain.from_iterable(decision.by_seed() for decision in search.decisions):
-        changed = _with_cuts(base, i, base.axes[i].cuts | {cut})
-        if cut in plan.axes[i].cuts or not is_possible(changed.axes):
-            continue
-        on_one = pricer.of_few(changed, machines)
-        if on_one and on_one[0].seconds < UNSURE * few[0].seconds:
-            on_all = pricer.of_all(changed, machines)
-            if on_all and on_all[0].seconds < CLOSE * every[0].seconds:
-                ratios[cut] = on_one[0].seconds / few[0].seconds
-    return sorted(ratios, key=ratios.__getitem__)[:NUM_UNDECIDED]
+    of_model = (decision for decision in search.decisions if decision.kind != "samples")
+    seeds = chain.from_iterable(decision.by_seed() for decision in of_model)
+    return _likely(search, plan, i, (frozenset({each}) for each in seeds if each not in plan.axes[i].cuts))
+
+
+def _undecided_pairs(search: Search, plan: Plan, i: int) -> list[Cuts]:
+    """Pairs of cuts to add to the ``i``-th axis, or to exchange, that may gain."""
+    further = _undecided(search, plan, i)
+    pairs = chain(combinations(further, 2), product(_cuts_of_model(plan, i), further))
+    return _likely(search, plan, i, (one | other for one, other in pairs))
+
+
+def _likely(search: Search, plan: Plan, i: int, changes: Iterable[Cuts]) -> list[Cuts]:
+    """The changes of the ``i``-th axis that may gain by the estimates, the best by one of the two first.
+
+    Of changes with equal estimates, which make the same program, only the first.
+    """
+    prices, machines = (search.pricer.of_few, search.pricer.of_all), (search.task.machine,)
+    base = replace(plan, remat=None, saved=None)
+    before = [price(base, machines) for price in prices]
+
+    def ratios(change: Cuts) -> tuple[float, ...]:
+        """The time after a change beside that of the plan, on one block and on all; infinite if there is none."""
+        changed = _with_cuts(base, i, base.axes[i].cuts ^ change)
+        after = [price(changed, machines) if is_possible(changed.axes) else None for price in prices]
+        pairs = zip(before, after, strict=True)
+        return tuple(new[0].seconds / old[0].seconds if old and new else inf for old, new in pairs)
+
+    found = {change: ratios(change) for change in changes}
+    unsure = [each for each in found if min(found[each]) < UNSURE and max(found[each]) < CLOSE]
+    distinct = first_of_each(unsure, found.__getitem__)
+    return sorted(distinct, key=lambda each: min(found[each]))[:NUM_UNDECIDED]
+
+
+def _cuts_of_model(plan: Plan, i: int) -> list[Cuts]:
+    """The cuts of the ``i``-th axis other than that of samples, one by one."""
+    return one_by_one(frozenset(cut for cut in plan.axes[i].cuts if cut.kind != "samples"))
 
 
 def _with_cuts(plan: Plan, i: int, cuts: Cuts) -> Plan:

@@ -132,6 +132,22 @@ def test_a_cut_that_gains_on_one_block_is_tried_on_the_whole_model() -> None:
     assert shardc.suggest(model, 2, kwargs=kwargs, **WHOLE)[0].seconds <= compiled.timeline.makespan
 
 
+@pytest.mark.slow
+def test_pairs_of_cuts_are_tried_on_the_whole_model() -> None:
+    """Each of these two cuts alone makes the whole model slower."""
+    hf = pytest.importorskip("transformers")
+    with torch.device("meta"):
+        model, ids = hf.GPT2LMHeadModel(hf.GPT2Config()), torch.empty(64, 1024, dtype=torch.int64)
+    kwargs, options = {"input_ids": ids, "labels": ids}, {"links": WHOLE["links"], "optimizer": "adamw"}
+    data, cuts = {"input_ids": P("dp")}, {"*.c_fc.weight": P("dp"), "transformer.wpe.weight": P("dp")}
+    first = shardc.suggest(model, 2, kwargs=kwargs, **WHOLE)[0]
+    both, *each = [
+        shardc.compile(model, Mesh(dp=2), data | further, kwargs=kwargs, **options).timeline.makespan
+        for further in (cuts, *({name: spec} for name, spec in cuts.items()))
+    ]
+    assert first.seconds <= both < min(each)
+
+
 def test_plans_may_keep_what_codes_leave_out() -> None:
     model, ids = model_of(hidden=128, layers=2), ids_of(4)
     first = shardc.suggest(model, 2, args=(ids,), wire={"dp": "1bit"}, links=LINKS, fix={**FIXED, "dp": 2}, top=1)[0]
