@@ -69,7 +69,8 @@ def _sent(along: Along, ring: Ring, ranks: int, target: Any) -> int:
     In a group, queries, keys, values and results, or their gradients, go by all_to_all. Between groups, keys and values
     go round a ring or are gathered.
     """
-    queries, keys, values = (_padded(along, along.given[name]) for name in ("query", "key", "value"))
+    given = along.given
+    queries, keys, values = (_padded(along, given[name]) for name in ("query", "key", "value"))
     results, count = queries.nbytes // queries.shape[3] * values.shape[3], along.count // ranks
     to_heads = (queries.nbytes + keys.nbytes + values.nbytes + results) * (ranks - 1) // (along.count * ranks)
     to_heads *= DETOUR if along.nested else 1
@@ -141,7 +142,8 @@ def _learns_mask(attention: fx.Node) -> bool:
 
 
 def _may_share(along: Along, ranks: int) -> bool:
-    sharding, heads = along.emit.program.sharding(along.given["key"]), along.emit.shape(along.given["key"])[HEADS]
+    key = along.given["key"]
+    sharding, heads = along.emit.program.sharding(key), along.emit.shape(key)[HEADS]
     if heads % (num_shards(sharding.dims[HEADS].all_axes) * ranks):
         return False
     return ranks in (1, along.count) or Shared.by(along, ranks) is not None

@@ -201,7 +201,8 @@ def settle(whole: WholePlans, search: Search) -> None:
         single = best
         for pair in _undecided_pairs(search, single, i):
             best = _tried(whole, best, single, i, pair)
-        for cut in _cuts_of_model(best, i):
+        own = _cuts_of_model(best, i)
+        for cut in own if whole.task.is_for_memory else _likely(search, best, i, own, CLOSE):
             best = _tried(whole, best, best, i, cut)
 
 
@@ -226,36 +227,38 @@ def _undecided(search: Search, plan: Plan, i: int) -> list[Cuts]:
         return []
     of_model = (decision for decision in search.decisions if decision.kind != "samples")
     seeds = chain.from_iterable(decision.by_seed() for decision in of_model)
-    return _likely(search, plan, i, (frozenset({each}) for each in seeds if each not in plan.axes[i].cuts))
+    further = (frozenset({each}) for each in seeds if each not in plan.axes[i].cuts)
+    return _likely(search, plan, i, further)[:NUM_UNDECIDED]
 
 
 def _undecided_pairs(search: Search, plan: Plan, i: int) -> list[Cuts]:
     """Pairs of cuts to add to the ``i``-th axis, or to exchange, that may gain."""
     further = _undecided(search, plan, i)
     pairs = chain(combinations(further, 2), product(_cuts_of_model(plan, i), further))
-    return _likely(search, plan, i, (one | other for one, other in pairs))
+    return _likely(search, plan, i, (one | other for one, other in pairs))[:NUM_UNDECIDED]
 
 
-def _likely(search: Search, plan: Plan, i: int, changes: Iterable[Cuts]) -> list[Cuts]:
-    """The changes of the ``i``-th axis that may gain by the estimates, the best by one of the two first.
+def _likely(search: Search, plan: Plan, i: int, changes: Iterable[Cuts], least: float = UNSURE) -> list[Cuts]:
+    """The changes of the ``i``-th axis that may gain by the estimates, of one block and of all; the best first.
 
-    Of changes with equal estimates, which make the same program, only the first.
+    The lesser of the two is below ``least``. Of changes with equal estimates, which make the same program, the first.
     """
-    prices, machines = (search.pricer.of_few, search.pricer.of_all), (search.task.machine,)
-    base = replace(plan, remat=None, saved=None)
-    before = [price(base, machines) for price in prices]
-
-    def ratios(change: Cuts) -> tuple[float, ...]:
-        """The time after a change beside that of the plan, on one block and on all; infinite if there is none."""
+    base, estimates = replace(plan, remat=None, saved=None), dict[Cuts, tuple[float, float]]()
+    for change in changes:
         changed = _with_cuts(base, i, base.axes[i].cuts ^ change)
-        after = [price(changed, machines) if is_possible(changed.axes) else None for price in prices]
-        pairs = zip(before, after, strict=True)
-        return tuple(new[0].seconds / old[0].seconds if old and new else inf for old, new in pairs)
+        of_few = _ratio(search, search.pricer.of_few, changed, base)
+        if of_few < CLOSE:
+            estimates[change] = of_few, _ratio(search, search.pricer.of_all, changed, base)
+    close = [each for each in estimates if min(estimates[each]) < least and max(estimates[each]) < CLOSE]
+    distinct = first_of_each(close, estimates.__getitem__)
+    return sorted(distinct, key=lambda each: min(estimates[each]))
 
-    found = {change: ratios(change) for change in changes}
-    unsure = [each for each in found if min(found[each]) < UNSURE and max(found[each]) < CLOSE]
-    distinct = first_of_each(unsure, found.__getitem__)
-    return sorted(distinct, key=lambda each: min(found[each]))[:NUM_UNDECIDED]
+
+def _ratio(search: Search, price: Callable[..., Sequence[Price] | None], plan: Plan, base: Plan) -> float:
+    """The estimated time of a plan beside that of another; infinite if one of them has none."""
+    machines = (search.task.machine,)
+    new, old = (price(each, machines) if is_possible(each.axes) else None for each in (plan, base))
+    return new[0].seconds / old[0].seconds if new and old else inf
 
 
 def _cuts_of_model(plan: Plan, i: int) -> list[Cuts]:
