@@ -87,7 +87,7 @@ class Predicted:
 
     @property
     def program(self) -> tuple[object, ...]:
-        """What plans with the same program have in common."""
+        """A key that is equal for plans with the same program."""
         return tuple(self.plan.axes.values()), self.seconds, self.computing, self.peak
 
 
@@ -134,12 +134,12 @@ def predicted(plan: Plan, model: str, machine: Machine) -> Predicted:
 
 
 def merged(plans: Sequence[Predicted]) -> list[Predicted]:
-    """The plans, with one for all that have the same program; its name has theirs."""
+    """One plan for each program. Its name lists the names of all plans with that program."""
     same: dict[object, list[Predicted]] = {}
     for each in plans:
         same.setdefault(each.program, []).append(each)
-    names = {first: " = ".join(each.plan.name for each in group) for first, group in same.items()}
-    return [replace(each, plan=replace(each.plan, name=names[first])) for first, (each, *_) in same.items()]
+    named = ((" = ".join(each.plan.name for each in group), group[0]) for group in same.values())
+    return [replace(first, plan=replace(first.plan, name=name)) for name, first in named]
 
 
 def measured(plans: Sequence[Plan], model: str, rounds: int) -> dict[str, list[float]]:

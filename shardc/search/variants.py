@@ -22,8 +22,8 @@ NUM_RECOMPUTED = 4  # best plans that recompute all blocks and are tried with le
 NUM_BUDGETS = 4  # budgets of saved bytes to try until a plan fits
 NUM_RINGED, CLEARLY = 3, 0.99  # best plans that are tried with rings, if these take less than this fraction of the time
 LONG = 0.05  # part of a step in which a rank waits for copies, from which on ``offload`` is tried too
-NUM_UNDECIDED = 6  # most further cuts, and pairs of cuts, of an axis that are tried on the whole model
-UNSURE, CLOSE = 1.0001, 1.001  # a change may gain if an estimate, of one block or of all, and both are within these
+NUM_UNDECIDED = 6  # most single cuts, and most pairs of cuts, that are tried for an axis on the whole model
+UNSURE, CLOSE = 1.0001, 1.001  # a change is tried if one of its estimates is below the first, both below the second
 NUM_BASES, NUM_BASES_SLOWLY = 64, 16  # best cuts that are tried with parts in host memory; fewer where prices take long
 NUM_OFFLOADED = 3  # meshes whose best estimates with parts in host memory are compiled whole
 NUM_STAGED = 2  # pipelines that are tried with parts in host memory
@@ -180,17 +180,16 @@ def in_rings(whole: WholePlans, pricer: Pricer) -> Iterator[Plan]:
     for plan in filter(whole.fits, () if task.is_for_memory else whole.ranked()[:NUM_RINGED]):
         block = replace(plan, remat=None, saved=None, pipeline=None, num_stages=1)
         for overlap in filter(None, (AUTO,) if task.overlaps is None else task.overlaps):
-            prices = [pricer.of_few(replace(block, overlap=each), (task.machine,)) for each in (None, overlap)]
-            plain, ringed = (each[0].seconds if each else inf for each in prices)
-            if ringed < CLEARLY * plain:
+            plain, ringed = (replace(block, overlap=each) for each in (None, overlap))
+            if _ratio(pricer.of_few, task, ringed, plain) < CLEARLY:
                 yield replace(plan, overlap=overlap)
 
 
 def settle(whole: WholePlans, search: Search) -> None:
-    """Let the whole model decide on small changes of the best plan: estimates are off by ten-thousandths of a step.
+    """Change the cuts of the best plan where the whole model gets faster by it, since estimates are not exact.
 
-    On each axis, cuts are added one by one if they gain; then of pairs of cuts to add or exchange the best is taken;
-    and those cuts without which the plan is no slower are dropped.
+    For each axis: first add single cuts that make the plan faster. Then try pairs of cuts, both to be added or one to
+    replace the other, and take the best pair. Last, drop each cut without which the plan is no slower.
     """
     best = whole.ranked()[0]
     if best.pipeline is not None or best.written is not None:
@@ -219,9 +218,9 @@ def _tried(whole: WholePlans, best: Plan, plan: Plan, i: int, change: Cuts) -> P
 
 
 def _undecided(search: Search, plan: Plan, i: int) -> list[Cuts]:
-    """Cuts to add to the ``i``-th axis that may gain, one by one.
+    """Single cuts that may make the plan faster when they are added to its ``i``-th axis.
 
-    None where the whole model was priced before, or the least memory is looked for.
+    There are none if plans are always priced on the whole model, or if memory is the objective.
     """
     if search.pricer.whole is not None or search.task.is_for_memory:
         return []
@@ -232,32 +231,33 @@ def _undecided(search: Search, plan: Plan, i: int) -> list[Cuts]:
 
 
 def _undecided_pairs(search: Search, plan: Plan, i: int) -> list[Cuts]:
-    """Pairs of cuts to add to the ``i``-th axis, or to exchange, that may gain."""
+    """Pairs of cuts that may make the plan faster: on its ``i``-th axis, both are added, or one replaces the other."""
     further = _undecided(search, plan, i)
     pairs = chain(combinations(further, 2), product(_cuts_of_model(plan, i), further))
     return _likely(search, plan, i, (one | other for one, other in pairs))[:NUM_UNDECIDED]
 
 
 def _likely(search: Search, plan: Plan, i: int, changes: Iterable[Cuts], least: float = UNSURE) -> list[Cuts]:
-    """The changes of the ``i``-th axis that may gain by the estimates, of one block and of all; the best first.
+    """The changes of the ``i``-th axis that may make the plan faster, the best first.
 
-    The lesser of the two is below ``least``. Of changes with equal estimates, which make the same program, the first.
+    Each change has two estimates, from one block and from all blocks: the time with it divided by the time without it.
+    The smaller one must be below ``least``, and both below ``CLOSE``. Changes with equal estimates make the same
+    program, so only the first of them is returned.
     """
     base, estimates = replace(plan, remat=None, saved=None), dict[Cuts, tuple[float, float]]()
     for change in changes:
         changed = _with_cuts(base, i, base.axes[i].cuts ^ change)
-        of_few = _ratio(search, search.pricer.of_few, changed, base)
-        if of_few < CLOSE:
-            estimates[change] = of_few, _ratio(search, search.pricer.of_all, changed, base)
+        of_few = _ratio(search.pricer.of_few, search.task, changed, base)
+        if of_few < CLOSE:  # else the longer compilation for all blocks is not needed
+            estimates[change] = of_few, _ratio(search.pricer.of_all, search.task, changed, base)
     close = [each for each in estimates if min(estimates[each]) < least and max(estimates[each]) < CLOSE]
     distinct = first_of_each(close, estimates.__getitem__)
     return sorted(distinct, key=lambda each: min(estimates[each]))
 
 
-def _ratio(search: Search, price: Callable[..., Sequence[Price] | None], plan: Plan, base: Plan) -> float:
-    """The estimated time of a plan beside that of another; infinite if one of them has none."""
-    machines = (search.task.machine,)
-    new, old = (price(each, machines) if is_possible(each.axes) else None for each in (plan, base))
+def _ratio(price: Callable[..., Sequence[Price] | None], task: Task, plan: Plan, base: Plan) -> float:
+    """The estimated time of a plan divided by that of another; infinite if one of them cannot be compiled."""
+    new, old = (price(each, (task.machine,)) if is_possible(each.axes) else None for each in (plan, base))
     return new[0].seconds / old[0].seconds if new and old else inf
 
 
