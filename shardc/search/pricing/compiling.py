@@ -32,14 +32,16 @@ class PlanCompiler:
     """Compiles a model for meshes, annotations and options without a pipeline.
 
     State: ``_captured``, the captured program and the program before annotations are read, by precision and annotated
-    modules, whose specs are set later; ``_agreed``, the latest programs after ``insert_reshards``, which plans with
-    other options share.
+    modules, whose specs are set later; ``_seen``, the annotations compiled so far, with their mesh; ``_agreed``, the
+    latest programs after ``insert_reshards``, which plans with other options share. Most annotations come once, so such
+    a program is kept from the second time on.
     """
 
     model: nn.Module
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     _captured: dict[Any, tuple[Program, Program]] = field(default_factory=dict)
+    _seen: set[Any] = field(default_factory=set)
     _agreed: OrderedDict[Any, Program] = field(default_factory=OrderedDict)
 
     @cached_property
@@ -53,6 +55,10 @@ class PlanCompiler:
 
     def program(self, mesh: Mesh, annotations: Mapping[str, P], options: Options, until: Pass) -> Program:
         """The program after the pass ``until``. Raises what ``shardc.compile`` raises."""
+        key = _key(mesh, annotations, options)
+        if key not in self._seen:
+            self._seen.add(key)
+            return self.annotated(mesh, annotations, until, options)
         agreed = self._agreed_program(mesh, annotations, options)
         return run_passes(replace(agreed, options=options), after=AGREED, until=until, is_verified=False)
 
@@ -69,7 +75,7 @@ class PlanCompiler:
         return [(node.target, program.shardings(node)) for node in nodes]
 
     def annotated(self, mesh: Mesh, annotations: Mapping[str, P], until: Pass, options: Options = DEFAULT) -> Program:
-        """The program after the pass ``until``, which is ``insert_reshards`` or an earlier one."""
+        """The program after the pass ``until``; nothing is shared with other annotations but the captured program."""
         request = Request(mesh, annotations, self.args, self.kwargs, options=options)
         matched = match_annotations(self.model, request)
         key = tuple((path, each.pattern) for path, each in matched.modules.items()), options.precision
@@ -83,13 +89,18 @@ class PlanCompiler:
         return run_passes(program, after=UNANNOTATED, until=until, is_verified=False)
 
     def _agreed_program(self, mesh: Mesh, annotations: Mapping[str, P], options: Options) -> Program:
-        key = tuple(mesh.sizes.items()), tuple(annotations.items()), options.precision
+        key = _key(mesh, annotations, options)
         if key not in self._agreed:
             self._agreed[key] = self.annotated(mesh, annotations, AGREED, options)
             if len(self._agreed) > NUM_KEPT:
                 self._agreed.popitem(last=False)
         self._agreed.move_to_end(key)
         return self._agreed[key]
+
+
+def _key(mesh: Mesh, annotations: Mapping[str, P], options: Options) -> object:
+    """What the program after ``insert_reshards`` depends on, apart from the model."""
+    return tuple(mesh.sizes.items()), tuple(annotations.items()), options.precision
 
 
 def _with_modules(program: Program, matches: Iterable[Match]) -> Program:

@@ -15,14 +15,16 @@ from shardc.costs.memory import memory_of
 from shardc.costs.stages.record import StageRecord
 from shardc.costs.step import StepRecord, copies_of, rank_flops
 from shardc.costs.step_time import COMPUTING, step_timeline
-from shardc.options import OVERLAPS
+from shardc.options import OVERLAPS, Options
+from shardc.passes.order import LOCAL
+from shardc.passes.verify import verify
 from shardc.program.communication import is_collective
 from shardc.program.idle_axes import idle_axes
 from shardc.program.program import Program
 from shardc.program.stages import has_stages
 from shardc.program.traffic import collectives_of
 from shardc.search.found import Found, first_of_each
-from shardc.search.pricing.compiling import REFUSALS
+from shardc.search.pricing.compiling import REFUSALS, PlanCompiler
 from shardc.search.pricing.price import Price
 from shardc.search.space.plan import Plan
 from shardc.search.task import Progress, Task
@@ -108,22 +110,41 @@ def _pipeline_seconds(program: Program) -> tuple[float, float]:
 
 @dataclass(eq=False)
 class WholeCompiler:
-    """Compiles plans of a whole model. State: ``_known``, the latest by annotations of modules and precision."""
+    """Compiles plans of a whole model.
+
+    State: ``_plain``, the compiler of plans without a pipeline; ``_known``, the latest compiled plan by annotations of
+    modules and precision.
+    """
 
     model: nn.Module
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     task: Task
+    _plain: PlanCompiler = field(init=False)
     _known: dict[Any, Compiled] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._plain = PlanCompiler(self.model, self.args, self.kwargs)
+
+    def program(self, plan: Plan) -> Program:
+        """The program that each rank runs; without a pipeline it is verified once, at the end."""
+        if plan.pipeline is not None:
+            return self.compiled(plan).program
+        program = self._plain.program(plan.mesh, plan.annotations, self._options(plan), until=LOCAL)
+        verify(program)
+        return program
 
     def compiled(self, plan: Plan, **further: Any) -> Compiled:
         """The compiled plan, with ``further`` options. Raises what ``shardc.compile`` raises."""
         annotations = plan.annotations
         key = tuple((k, v) for k, v in annotations.items() if k.startswith("module:")), plan.precision
-        options = plan.compiler_options(self.task.optimizer, self.task.wire, self.task.machine)
-        request = Request(plan.mesh, annotations, self.args, self.kwargs, options=replace(options, **further))
+        options = replace(self._options(plan), **further)
+        request = Request(plan.mesh, annotations, self.args, self.kwargs, options=options)
         self._known[key] = compile_request(self.model, request, self._known.get(key))
         return self._known[key]
+
+    def _options(self, plan: Plan) -> Options:
+        return plan.compiler_options(self.task.optimizer, self.task.wire, self.task.machine)
 
 
 @dataclass(eq=False)
@@ -142,7 +163,7 @@ class WholePlans:
             if plan not in self.tried and self.task.permits(plan):
                 self.progress(f"compiling plan {len(self.tried) + 1} for the whole model: {plan.mesh}")
                 with suppress(*REFUSALS):
-                    self.costs[plan] = cost_of(self.compiler.compiled(plan).program)
+                    self.costs[plan] = cost_of(self.compiler.program(plan))
                 self.tried.add(plan)  # not if a Ctrl-C ended it
 
     def found(self, plan: Plan) -> Found:
