@@ -280,10 +280,15 @@ def _replace(program: Program, node: fx.Node, op: Any, operands: Sequence[fx.Nod
         program.replace(node, [*results, *(emit(torch.ops.aten.zeros.default, []) for _ in more)])
 
 
-def without_effect(program: Program, before: Program) -> list[str]:
+def writes_out_softmax(program: Program) -> bool:
+    """Whether a program has a softmax of its own, as attention without torch's kernels does."""
+    return any(node.target in WRITTEN_OUT for node in program.calls)
+
+
+def without_effect(program: Program, has_softmax: bool) -> list[str]:
     """A note if the user asks for rings or shared heads and no attention has them.
 
-    ``before``: the program before any op is taken apart.
+    ``has_softmax``: of the program before any op was taken apart, see ``writes_out_softmax``.
     """
     way = program.options.attention
     if way not in WITHOUT_EFFECT:
@@ -298,7 +303,7 @@ def without_effect(program: Program, before: Program) -> list[str]:
         why, remedy = "a mask adds numbers to scores, so that keys are gathered", "make it of True and False"
     elif fused:
         why, remedy = "none has its positions cut", "cut positions of an input"
-    elif any(node.target in WRITTEN_OUT for node in before.calls):
+    elif has_softmax:
         why = "softmax is written out, or a function changes scores"
         remedy = "write F.scaled_dot_product_attention, in transformers 'sdpa'"
     else:

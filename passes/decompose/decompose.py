@@ -42,7 +42,7 @@ from ..reshard.choose_cuts import Arrivals, assign, claims_on, current_shardings
 from ..reshard.insert_reshards import insert_reshards
 from ..reshard.lower_reshards import lower_reshards
 from .along import Along, Results, Windowed
-from .attention import ATTENTION, learned_masks, with_own_kernels, without_effect
+from .attention import ATTENTION, learned_masks, with_own_kernels, without_effect, writes_out_softmax
 from .convolution import CONVOLUTIONS
 from .group_heads import group_heads, num_key_heads, repeat_heads, repeating
 from .index import INDEXING, lookup_moves
@@ -58,10 +58,11 @@ aten = torch.ops.aten
 
 def decompose(program: Program) -> Program:
     """The program with ops taken apart where that moves fewer bytes."""
+    has_softmax = writes_out_softmax(program)
     apart = cheapest_ends(_with_own_kernels(_with_grouped_heads(program)), _decomposed)
     if (repeated := repeat_heads(apart)) is not apart:
         apart = propagate(cut_blocks(repeated))
-    return replace(apart, notes=(*apart.notes, *without_effect(apart, program)))
+    return replace(apart, notes=(*apart.notes, *without_effect(apart, has_softmax)))
 
 
 def _with_grouped_heads(program: Program) -> Program:
@@ -99,6 +100,7 @@ def _is_in_chunks(program: Program, node: fx.Node) -> bool:
 
 
 def _decomposed(program: Program) -> Program:
+    """The program, whose graph is changed, with ops taken apart until none is left for which that sends less."""
     seen: set[Any] = set()
     taken_apart: list[FormChoice] = []
     while True:
@@ -109,7 +111,7 @@ def _decomposed(program: Program) -> Program:
         if not seen.isdisjoint(kinds):
             forms = _forms_behind(program, forms, kinds)
         seen |= kinds
-        program = program.edited(level="canonical") if taken_apart else program.copy(level="canonical")
+        program = program.edited(level="canonical")
         for node in [node for node in program.calls if _is_apart(forms, node)]:
             choice, expand = forms[node.name]
             with program.graph.inserting_before(node):
@@ -342,15 +344,15 @@ WINDOWED: dict[Any, Windowed] = ATTENTION | CONVOLUTIONS | POOLS | RESAMPLINGS |
 def cheapest_ends(program: Program, decomposed: Callable[[Program], Program]) -> Program:
     """The program after ``decomposed``, propagated as it is, or with outputs before inputs if that is cheaper.
 
-    The latter is not tried if the user has set priorities.
+    The latter is not tried if the user has set priorities. ``decomposed`` may change the graph of its argument.
     """
-    inputs_first = decomposed(program)
     if not _ends_conflict(program):
-        return inputs_first
+        return decomposed(program)
     pins = tuple(
         replace(pin, priorities=(-1,) * len(pin.sharding.dims)) if pin.kind == "output" else pin for pin in program.pins
     )
     outputs_first = decomposed(propagate(cut_blocks(replace(program.copy(level="canonical"), pins=pins))))
+    inputs_first = decomposed(program)
     nbytes, flops = [], []
     for result in (inputs_first, outputs_first):
         lowered = lower_reshards(insert_reshards(result.copy()))
