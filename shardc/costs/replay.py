@@ -124,7 +124,7 @@ class _Replay:
         self.parameters = {node: name for name, node in parameters_of(program).items() if name in parameters}
         self.below = stored_below(program)
         self.ledger = Ledger(parameters)
-        self.sources, self.workspace = cache(self._sources_of), cache(partial(workspace, program))
+        self.sources, self.workspace = cache(partial(_sources_of, program, owners)), cache(partial(workspace, program))
         self.nbytes = cache(lambda value: nbytes(program.local_type(*value)))
 
     def step(self, parts: Parts) -> Ledger:
@@ -173,16 +173,19 @@ class _Replay:
         pairs = self.sources(node)
         return tuple(self.new(value) if shown is None else find(env, base, shown)[0] for value, shown in pairs)
 
-    def _sources_of(self, node: fx.Node) -> list[tuple[Value, fx.Node | None]]:
-        """The results of a call, each with the operand that it is a view of, if it is one."""
-        shown = {self.owners.get(self.program.value(each)): each for each in node.all_input_nodes}
-        values = ((node, i) for i in range(len(self.program.types(node))))
-        return [(value, shown.get(self.owners.get(value, value))) for value in values]  # only tensors have owners
-
     def new(self, value: Value, of: Value | None = None) -> Block:
         """A block for a value, of its own class or that of ``of``; a value in the tier below has no bytes here."""
         size, is_below = self.nbytes(value), value[0] in self.below
         return Block(value, 0 if is_below else size, self.kinds.get(of or value, "working"), below=size * is_below)
+
+
+def _sources_of(
+    program: Program, owners: Mapping[Value, Value], node: fx.Node
+) -> tuple[tuple[Value, fx.Node | None], ...]:
+    """The results of a call, each with the operand that it is a view of, if it is one."""
+    shown = {owners.get(program.value(each)): each for each in node.all_input_nodes}
+    values = [(node, i) for i in range(len(program.types(node)))]
+    return tuple([(value, shown.get(owners.get(value, value))) for value in values])  # only tensors have owners
 
 
 def workspace(program: Program, node: fx.Node) -> int:

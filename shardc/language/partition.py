@@ -124,12 +124,7 @@ class P:
         return f"P({', '.join(entries)})"
 
     def __str__(self) -> str:
-        def one(entry: Entry) -> str:
-            if isinstance(entry, tuple):
-                return "+".join(map(one, entry)) or "-"
-            return "-" if entry is None else "?" if isinstance(entry, _Open) else str(entry)
-
-        return ",".join([one(entry) for entry in self.entries] + ["..."] * self.rest_open)
+        return ",".join([*map(_entry_text, self.entries), *["..."] * self.rest_open])
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, P) and (str(self), self.priority) == (str(other), other.priority)
@@ -225,6 +220,13 @@ def _axes_of(entry: Entry) -> tuple[str, ...]:
     if isinstance(entry, Blocks):
         return entry.axes
     return tuple(name for name in (entry if isinstance(entry, tuple) else (entry,)) if isinstance(name, str))
+
+
+def _entry_text(entry: Entry) -> str:
+    """An entry as ``P.parse`` reads it: ``dp+tp``, ``-`` for a whole dim, ``?`` for an open one."""
+    if isinstance(entry, tuple):
+        return "+".join(map(_entry_text, entry)) or "-"
+    return "-" if entry is None else "?" if isinstance(entry, _Open) else str(entry)
 
 
 def _is_entry(entry: object) -> bool:

@@ -34,7 +34,7 @@ def chunk_of(size: int, axes: Axes, mesh: Mesh, position: int) -> tuple[int, int
 
 def num_shards(axes: Axes) -> int:
     """The number of pieces that these parts cut a dim into."""
-    return math.prod([part.size for part in axes])
+    return math.prod([part.size for part in axes]) if axes else 1
 
 
 OpenReductions = tuple[tuple[AxisPart, ReduceOp], ...]
@@ -157,7 +157,7 @@ class Sharding(KeepsHash):
     @property
     def cut_axes(self) -> Axes:
         """Every part that cuts a dim."""
-        return tuple(part for dim in self.dims for part in dim.all_axes)
+        return tuple([part for dim in self.dims for part in dim.all_axes])
 
     @property
     def partial_axes(self) -> Axes:
