@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -33,6 +34,7 @@ exit codes: 0 good, 1 a check failed, 2 usage, 3 capture failed, 4 bad annotatio
 """
 OBJECTIVES = ("time", "memory")
 AXES = ("dp", "tp", "cp", "ep", "pp")  # the search's names of axes; also dp2, ...
+MOST_JOBS = 8  # processes of a search by default
 LARGEST = 2**40  # the largest count: beyond it torch's own sizes overflow
 
 
@@ -167,6 +169,10 @@ def add_search_options(parser: Parser) -> None:
     _add_wire(parser)
     parser.add_argument("--objective", choices=OBJECTIVES, default=OBJECTIVES[0], help="what is to be small (time)")
     parser.add_argument("--top", metavar="N", type=count, default=5, help="how many plans to print (5)")
+    parser.add_argument(
+        "--jobs", metavar="N", type=count, default=min(len(os.sched_getaffinity(0)), MOST_JOBS),
+        help=f"how many processes compile plans (one for each processor, at most {MOST_JOBS})",
+    )  # fmt: skip
 
 
 def _add_annotate(parser: Parser, whose: str) -> None:

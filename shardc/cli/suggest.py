@@ -64,7 +64,8 @@ def _suggested(options: argparse.Namespace, machine: Machine) -> Suggested:
             target.model, options.devices, args=target.args, kwargs=target.kwargs,
             annotations=annotations_of(options, replace(target, annotations={})), memory=options.memory, links=machine,
             nodes=options.nodes, batch=batch, fix=_fixed(options), objective=options.objective, wire=options.wire,
-            optimizer=options.optimizer, top=options.top, progress=tell,
+            optimizer=options.optimizer, top=options.top, jobs=options.jobs,
+            progress=tell,
         )  # fmt: skip
     return suggested(found, type(target.model).__name__)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import inf, prod
 
 from shardc.search.found import WORTH
-from shardc.search.pricing.price import Price, Pricer
+from shardc.search.pricing.price import Pricer, Prices
 from shardc.search.space.decision import Decision
 from shardc.search.space.meshes import cuts_well, least_factor
 from shardc.search.space.plan import Axis, Cuts, Plan
@@ -24,8 +24,7 @@ MOST = 10  # most groups that a climb adds and drops one by one
 MANY = 20  # decisions; if there are more, they are compared in groups
 LARGEST = 8  # most ranks of the axis on which sets are compared
 
-Prices = tuple[Price, ...]  # over links inside a node, and over links between nodes if there are any
-Figure = Callable[[Prices], float]
+Figure = Callable[[Prices], float]  # of the prices over links inside a node, and between nodes if there are any
 FIGURES: tuple[Figure, ...] = (
     lambda prices: prices[0].seconds,
     lambda prices: prices[-1].seconds,
@@ -56,6 +55,8 @@ class Pool:
         none: they cost the same one by one, but not together.
         """
         found: dict[Prices, list[Cuts]] = {}
+        groups = list(groups)
+        self._ahead([start, *(start | group for group in groups)])
         for group in groups:
             prices = self.price(start | group)
             if prices is not None and prices != self.price(start):
@@ -98,7 +99,10 @@ class Pool:
         order = self._by_gain(start, groups, figure)[:MOST]
         cuts = cuts or start
         lowest = self._figure(cuts, figure)
-        for group in (*order, *order):
+        turns = (*order, *order)
+        for i, group in enumerate(turns):
+            if toggled(cuts, group) not in self.prices:
+                self._ahead([toggled(cuts, each) for each in turns[i : i + self.pricer.num_ahead]])
             value = self._figure(toggled(cuts, group), figure)
             if value < (1 - WORTH) * lowest:
                 cuts, lowest = toggled(cuts, group), value
@@ -106,6 +110,8 @@ class Pool:
 
     def _by_gain(self, start: Cuts, groups: Iterable[Cuts], figure: Figure) -> list[Cuts]:
         """The groups in the order of their gains when each is added to ``start`` alone, the best first."""
+        groups = list(groups)
+        self._ahead([start | each for each in groups])
         return sorted(groups, key=lambda each: self._figure(start | each, figure))
 
     def _figure(self, cuts: Cuts, figure: Figure) -> float:
@@ -115,11 +121,17 @@ class Pool:
     def price(self, cuts: Cuts) -> Prices | None:
         """The prices of a set on one axis for one block; None if it cannot be compiled."""
         if cuts not in self.prices:
-            ranks = self.task.devices // prod(each.size for each in self.beside)
-            size = min([LARGEST, ranks, *(each.size for each in cuts)])
-            plan = Plan((*self.beside, Axis("axis", size, cuts)))
-            self.prices[cuts] = self.pricer.of_few(plan, self.task.extremes)
+            self.prices[cuts] = self.pricer.of_few(self._plan(cuts), self.task.extremes)
         return self.prices[cuts]
+
+    def _ahead(self, sets: Iterable[Cuts]) -> None:
+        """Compile sets whose prices are asked for next, or may be."""
+        self.pricer.ahead([self._plan(each) for each in sets if each not in self.prices], self.task.extremes, True)
+
+    def _plan(self, cuts: Cuts) -> Plan:
+        ranks = self.task.devices // prod(each.size for each in self.beside)
+        size = min([LARGEST, ranks, *(each.size for each in cuts)])
+        return Plan((*self.beside, Axis("axis", size, cuts)))
 
 
 def toggled(cuts: Cuts, group: Cuts) -> Cuts:

@@ -37,8 +37,9 @@ def refine(search: Search) -> None:
         refinement.beyond_memory()
     for each in search.best(NUM_REFINED if is_thorough else 1):
         refinement.run(each, refinement.single(each.plan), clearly=1.0)
-    for each in search.recomputing():
-        search.price(replace(each.plan, remat=None))  # for an estimate of the time with less recomputation
+    search.prices(
+        replace(each.plan, remat=None) for each in search.recomputing()
+    )  # for an estimate of the time with less recomputation
     search.tell("refined")
 
 
@@ -57,15 +58,23 @@ class _Refinement:
         """
         most = 1 - WORTH if self.search.has_plenty(start.plan) else 1.0
         clearly, worth = (clearly, WORTH) if self.search.pricer.longer else (most, WORTH_A_ROUND)
-        best, before = start, None
+        best, before, changed = start, None, None
         while before is None or best.is_better(before, self.search.task, worth):
-            before = best
-            for move in moves:
+            before, compiled = best, 0
+            for i, move in enumerate(moves):
+                if best.plan != changed or i == compiled:
+                    compiled = i + self.search.pricer.num_ahead
+                    self._ahead(moves[i:compiled], best.plan, clearly)
                 changed = best.plan
                 for plan in move(changed):
                     found = self.search.price(plan, changed, clearly)
                     if found is not None and found.is_better(best, self.search.task):
                         best = found
+
+    def _ahead(self, moves: Sequence[Move], plan: Plan, clearly: float) -> None:
+        """Compile the first plan of each move; whether there are others depends on its price."""
+        first = (next(move(plan), None) for move in moves)
+        self.search.ahead([each for each in first if each is not None], plan, clearly)
 
     def beyond_memory(self) -> None:
         """Apply the moves to plans that do not fit but are faster than the best that does: a move may make them fit.

@@ -156,6 +156,24 @@ class Search:
         self.found[plan] = Found(plan, prices[0])
         return self.found[plan]
 
+    def prices(self, plans: Iterable[Plan], than: Plan | None = None) -> list[Found]:
+        """Price several plans, as ``price`` does; those that are not allowed or cannot be compiled are left out."""
+        plans = list(plans)
+        self.ahead(plans, than)
+        return [found for plan in plans if (found := self.price(plan, than)) is not None]
+
+    def ahead(self, plans: Iterable[Plan], than: Plan | None = None, clearly: float = 1 / GAIN) -> None:
+        """Compile what ``price`` compiles for these plans, in several processes if the pricer has them."""
+        pricer, machines = self.pricer, (self.task.machine,)
+        if pricer.jobs < 2:
+            return
+        new = [each for each in plans if each not in self.found and is_possible(each.axes)]
+        new = [each for each in new if self.task.allows(each.axes)]
+        if than is not None:
+            pricer.ahead([*new, than], machines, of_few=True)
+            new = [each for each in new if not self.is_worse(each, than, clearly, self.has_plenty(than))]
+        pricer.ahead(new, machines)
+
     def has_plenty(self, plan: Plan) -> bool:
         """Whether time is the objective and a plan in ``found`` needs only a part of the memory."""
         return not self.task.is_for_memory and self.found[plan].price.peak < AMPLE * self.task.memory
@@ -226,6 +244,7 @@ class Search:
         """The best pairs for one block on the first of the shapes: by time and by time times memory, in turn."""
         plans = {each: replace(blank, axes=self.axes(shape, each)) for shape in shapes[:1] for each in pairs}
         possible = {each: plan for each, plan in plans.items() if is_possible(plan.axes)}
+        self.pricer.ahead(possible.values(), (self.task.machine,), of_few=True)
         priced = {each: self.pricer.of_few(plan, (self.task.machine,)) for each, plan in possible.items()}
         costs = {each: (prices[0].seconds, prices[0].peak) for each, prices in priced.items() if prices}
         by_time = sorted(costs, key=lambda each: costs[each][0])
@@ -245,8 +264,9 @@ class Search:
         """
         able = (each for each in self.found.values() if self.task.allows_zero(each.plan) or each.plan.annotations)
         fastest = min(able, key=lambda each: each.price.seconds, default=None)
-        for shape, each in product(self._shapes(num_axes), cuts):
-            self.price(replace(blank, axes=self.axes(shape, each)), fastest.plan if fastest else None)
+        on_shapes = product(self._shapes(num_axes), cuts)
+        plans = [replace(blank, axes=self.axes(shape, each)) for shape, each in on_shapes]
+        self.prices(plans, fastest.plan if fastest else None)
 
     def axes(self, shape: Sequence[int], cuts: Sequence[Cuts], names: Sequence[str] = ()) -> tuple[Axis, ...]:
         """Axes of these sizes and cuts, with their names in this task. ``names``: their names so far."""
@@ -268,7 +288,8 @@ class Search:
             variants = [base, *self._with_zero(base.plan, of_data), *self._with_all_cut(base.plan)]
             if self.task.is_for_memory or not self._fitting(variants):
                 variants += self._with_zero(base.plan, of_model)
-                variants += [found for each in variants for found in self._with_remat(each.plan)]
+                remats = [remat for remat in self.task.remats if remat is not None]
+                variants += self.prices(replace(each.plan, remat=remat) for each in variants for remat in remats)
             fitting = [each.price.seconds for each in self._fitting(variants)]
             best, num_tried = min([best, *fitting]), num_tried + 1
 
@@ -281,7 +302,7 @@ class Search:
         return [each for each in fitting if self.task.allows_zero(each.plan)]
 
     def _with_zero(self, plan: Plan, axes: Iterable[str]) -> list[Found]:
-        return self._priced(replace(plan, zero=zero) for zero in self.zeros(plan, axes, self.stages))
+        return self.prices(replace(plan, zero=zero) for zero in self.zeros(plan, axes, self.stages))
 
     @property
     def stages(self) -> Sequence[int]:
@@ -309,15 +330,9 @@ class Search:
         if plan.zero or not _cuts_samples_alone(plan) or 0 not in self.task.stages:
             return []
         annotations = tuple(plan.annotations.items())
-        return self._priced(
+        return self.prices(
             replace(plan, written=(*annotations, ("param:*", P(axis.name, ...)))) for axis in plan.axes if axis.cuts
         )
-
-    def _with_remat(self, plan: Plan) -> list[Found]:
-        return self._priced(replace(plan, remat=remat) for remat in self.task.remats if remat is not None)
-
-    def _priced(self, plans: Iterable[Plan]) -> list[Found]:
-        return [found for plan in plans if (found := self.price(plan)) is not None]
 
 
 def _triples(pairs: Iterable[tuple[Cuts, ...]], model: Iterable[Cuts]) -> Iterator[tuple[Cuts, ...]]:

@@ -24,6 +24,7 @@ from shardc.search.pipelines import Estimate, num_stages_of, with_stages
 from shardc.search.pricing.compiling import REFUSALS
 from shardc.search.pricing.price import Pricer
 from shardc.search.pricing.whole import WholeCompiler, WholePlans
+from shardc.search.pricing.workers import Workers
 from shardc.search.question import AXES, check_counts, module_patterns, question, sample_axes, with_batch
 from shardc.search.reasons import reasons
 from shardc.search.refine import refine
@@ -59,6 +60,7 @@ def suggest(
     optimizer: str = "adamw",
     wire: Wire | None = None,
     top: int = 5,
+    jobs: int = 1,
     progress: Progress | None = None,
 ) -> Suggestions:
     """The best plans for training a model on a number of devices, the best first. No device is needed.
@@ -83,6 +85,7 @@ def suggest(
         optimizer: the optimizer whose states are stored.
         wire: the codecs of all plans, as in ``compile``; entries for an axis that a plan lacks have no effect.
         top: the number of suggestions.
+        jobs: the number of processes that compile plans, forked from this one; the result is the same.
         progress: called with a line of text now and then.
 
     Returns:
@@ -100,11 +103,11 @@ def suggest(
     check_model(model)
     check_call(args, kwargs, True, (), False)
     check_annotations(annotations or {})
-    check_counts(top=top, batch=1 if batch is None else batch)
+    check_counts(top=top, jobs=jobs, batch=1 if batch is None else batch)
     args, kwargs, num_samples = with_batch(model, args, kwargs, batch)
     if wire is not None:
         check_wire(wire, Mesh(device_ids=None, **dict.fromkeys(AXES, 1)))
-    pricer = Pricer(model, args, kwargs, optimizer, wire, (*(annotations or {}), *module_patterns(fix or {})))
+    pricer = Pricer(model, args, kwargs, optimizer, wire, (*(annotations or {}), *module_patterns(fix or {})), jobs)
     remats = [] if pricer.blocks is None else [Remat(pricer.blocks)]
     task = question(
         devices, annotations, memory, links, device, nodes, fix or {}, objective, optimizer, remats,
@@ -114,7 +117,8 @@ def suggest(
     if progress is not None and not callable(progress):
         raise OptionError("suggest", f"progress={progress!r}", "it is called with lines of text", "say progress=print")
     tell = progress or (lambda what: None)
-    whole = WholePlans(WholeCompiler(model, args, kwargs, task), task, tell)
+    compiler = WholeCompiler(model, args, kwargs, task)
+    whole = WholePlans(compiler, task, tell, Workers(compiler.cost, jobs))
     return _Suggesting(num_samples, task, pricer, top, tell, whole).run()
 
 
@@ -137,6 +141,13 @@ class _Suggesting:
 
     def run(self) -> Suggestions:
         """Search, compile the best plans whole, and give the reasons for each."""
+        try:
+            return self._run()
+        finally:
+            self.pricer.workers.close()
+            self.whole.workers.close()
+
+    def _run(self) -> Suggestions:
         tensors = tensors_of(self.pricer.few, self.whole.compiler.model, self.task.given)
         decisions = decisions_of(self.pricer.few, tensors)
         search = self._search(decisions)

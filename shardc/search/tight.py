@@ -6,7 +6,7 @@ without options.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, product
 from math import inf
@@ -27,9 +27,8 @@ def fit_in_memory(search: Search) -> None:
     """
     if not search.is_short:
         return
-    for each in frontier(each for each in _Space(search).priced() if search.task.permits(each.plan)):
-        for remat in search.task.remats:
-            search.price(replace(each.plan, remat=remat))
+    best = frontier(each for each in _Space(search).priced() if search.task.permits(each.plan))
+    search.prices(replace(each.plan, remat=remat) for each in best for remat in search.task.remats)
     search.tell("for little memory")
 
 
@@ -42,12 +41,14 @@ class _Space:
     def priced(self) -> Iterator[Found]:
         """The plans with their prices for one block; with options unless a plan is far slower than one that fits."""
         most = self._most()
-        for plan in self.without_options():
-            found = self._of_one_block(plan)
-            yield from found
-            if any(each.price.seconds < most for each in found):
-                further = (each for each in self.with_options(plan) if each != plan)
-                yield from chain.from_iterable(map(self._of_one_block, further))
+        plans = list(self.without_options())
+        self._ahead(plans)
+        fast = [each for plan in plans for each in self._of_one_block(plan) if each.price.seconds < most]
+        further = {each.plan: [other for other in self.with_options(each.plan) if other != each.plan] for each in fast}
+        self._ahead(chain.from_iterable(further.values()))
+        for plan in plans:
+            for each in (plan, *further.get(plan, ())):
+                yield from self._of_one_block(each)
 
     def without_options(self) -> Iterator[Plan]:
         """Every set, and every pair of sets, on the shapes of the best plans; the best pairs where prices take long."""
@@ -80,6 +81,9 @@ class _Space:
         if task.is_for_memory or best.price.peak > task.memory:
             return inf
         return min(each.price.seconds / GAIN for each in self._of_one_block(best.plan))
+
+    def _ahead(self, plans: Iterable[Plan]) -> None:
+        self.search.pricer.ahead(plans, (self.search.task.machine,), of_few=True)
 
     def _of_one_block(self, plan: Plan) -> list[Found]:
         """The plan with its price for one block; empty if it cannot be compiled."""

@@ -136,10 +136,12 @@ def offloaded(whole: WholePlans, search: Search) -> Iterator[Plan]:
     best_first = sorted(search.found.values(), key=lambda found: found.figure(task))
     bases = list(dict.fromkeys(replace(found.plan, zero=None, remat=None) for found in best_first))
     bases = bases[: NUM_BASES_SLOWLY if search.pricer.whole else NUM_BASES]
-    below = chain.from_iterable(_with_stored_below(search, base) for base in bases)
+    below = list(chain.from_iterable(_with_stored_below(search, base) for base in bases))
+    _ahead(search.pricer, task, below, of_few=True)
     on_one_block = frontier(_priced(below, search.pricer.of_few, task))
     ways = chain.from_iterable(_ways_to_offload(found.plan) for found in on_one_block)
     permitted = [plan for plan in dict.fromkeys(ways) if task.permits(plan)]
+    _ahead(search.pricer, task, permitted)
     estimates = sorted(_priced(permitted, search.pricer.of_all, task), key=lambda found: found.rank(task))
     of_meshes = first_of_each((found.plan for found in estimates), lambda plan: str(plan.mesh))
     yield from of_meshes[:NUM_OFFLOADED]
@@ -195,19 +197,30 @@ def settle(whole: WholePlans, search: Search) -> None:
     if best.pipeline is not None or best.written is not None:
         return
     for i in range(len(best.axes)):
-        for cut in _undecided(search, best, i):
-            best = _tried(whole, best, best, i, cut)
-        single = best
-        for pair in _undecided_pairs(search, single, i):
-            best = _tried(whole, best, single, i, pair)
+        best = _tried(whole, best, i, _undecided(search, best, i))
+        single, pairs = best, _undecided_pairs(search, best, i)
+        _compile_ahead(whole, single, i, pairs)
+        for pair in pairs:
+            best = _better(whole, best, _changed(single, i, pair), i)
         own = _cuts_of_model(best, i)
-        for cut in own if whole.task.is_for_memory else _likely(search, best, i, own, CLOSE):
-            best = _tried(whole, best, best, i, cut)
+        best = _tried(whole, best, i, own if whole.task.is_for_memory else _likely(search, best, i, own, CLOSE))
 
 
-def _tried(whole: WholePlans, best: Plan, plan: Plan, i: int, change: Cuts) -> Plan:
-    """The best plan, or ``plan`` with a change of its ``i``-th axis if that is faster, or shorter and no slower."""
-    changed = _with_cuts(plan, i, plan.axes[i].cuts ^ change)
+def _tried(whole: WholePlans, best: Plan, i: int, changes: Sequence[Cuts]) -> Plan:
+    """The best plan after the changes of its ``i``-th axis are tried one by one, each on the best so far."""
+    for k, change in enumerate(changes):
+        _compile_ahead(whole, best, i, changes[k : k + whole.workers.count])
+        best = _better(whole, best, _changed(best, i, change), i)
+    return best
+
+
+def _compile_ahead(whole: WholePlans, plan: Plan, i: int, changes: Iterable[Cuts]) -> None:
+    changed = (_changed(plan, i, change) for change in changes)
+    whole.ahead(each for each in changed if each.axes[i].cuts)
+
+
+def _better(whole: WholePlans, best: Plan, changed: Plan, i: int) -> Plan:
+    """The best plan, or the one with a changed ``i``-th axis if that is faster, or shorter and no slower."""
     whole.compile([changed] if changed.axes[i].cuts else [])
     if changed not in whole.costs:
         return best
@@ -244,15 +257,21 @@ def _likely(search: Search, plan: Plan, i: int, changes: Iterable[Cuts], least: 
     The smaller one must be below ``least``, and both below ``CLOSE``. Changes with equal estimates make the same
     program, so only the first of them is returned.
     """
-    base, estimates = replace(plan, remat=None, saved=None), dict[Cuts, tuple[float, float]]()
-    for change in changes:
-        changed = _with_cuts(base, i, base.axes[i].cuts ^ change)
-        of_few = _ratio(search.pricer.of_few, search.task, changed, base)
-        if of_few < CLOSE:  # else the longer compilation for all blocks is not needed
-            estimates[change] = of_few, _ratio(search.pricer.of_all, search.task, changed, base)
+    pricer, task, base = search.pricer, search.task, replace(plan, remat=None, saved=None)
+    changed = {change: _changed(base, i, change) for change in changes}
+    _ahead(pricer, task, [base, *changed.values()], of_few=True)
+    of_few = {change: _ratio(pricer.of_few, task, each, base) for change, each in changed.items()}
+    may_be = [change for change in changed if of_few[change] < CLOSE]  # others need no longer compilation
+    _ahead(pricer, task, [base, *map(changed.__getitem__, may_be)])
+    estimates = {each: (of_few[each], _ratio(pricer.of_all, task, changed[each], base)) for each in may_be}
     close = [each for each in estimates if min(estimates[each]) < least and max(estimates[each]) < CLOSE]
     distinct = first_of_each(close, estimates.__getitem__)
     return sorted(distinct, key=lambda each: min(estimates[each]))
+
+
+def _ahead(pricer: Pricer, task: Task, plans: Iterable[Plan], of_few: bool = False) -> None:
+    """Compile plans whose estimates are asked for next."""
+    pricer.ahead([each for each in plans if is_possible(each.axes)], (task.machine,), of_few)
 
 
 def _ratio(price: Callable[..., Sequence[Price] | None], task: Task, plan: Plan, base: Plan) -> float:
@@ -266,5 +285,7 @@ def _cuts_of_model(plan: Plan, i: int) -> list[Cuts]:
     return one_by_one(frozenset(cut for cut in plan.axes[i].cuts if cut.kind != "samples"))
 
 
-def _with_cuts(plan: Plan, i: int, cuts: Cuts) -> Plan:
-    return replace(plan, axes=(*plan.axes[:i], replace(plan.axes[i], cuts=cuts), *plan.axes[i + 1 :]))
+def _changed(plan: Plan, i: int, change: Cuts) -> Plan:
+    """The plan with a change of its ``i``-th axis: cuts are added, or dropped if the axis has them."""
+    axis = plan.axes[i]
+    return replace(plan, axes=(*plan.axes[:i], replace(axis, cuts=axis.cuts ^ change), *plan.axes[i + 1 :]))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
+from itertools import product
 from typing import Any
 
 from torch import nn
@@ -21,9 +23,14 @@ from shardc.program.program import Program
 from shardc.program.traffic import collectives_of
 from shardc.report.explain.blocks import Blocks, modules_of, repeated_blocks, with_blocks
 from shardc.search.pricing.compiling import REFUSALS, PlanCompiler
+from shardc.search.pricing.workers import Workers
 from shardc.search.space.lists import glob_of_blocks, lists_of
 from shardc.search.space.plan import Plan
 from shardc.wire import Wire
+
+NUM_AHEAD = 2  # plans for each process to compile ahead if each may make those after it useless
+Machines = Sequence[Machine]
+Question = tuple[int, Plan, Machines]  # the ``id`` of a compiler, a plan, and machines
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +76,9 @@ class Price:
         return Price(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
 
+Prices = tuple[Price, ...]  # on each of some machines
+
+
 def price_of(program: Program) -> Price:
     """The price of a lowered program or a later one, on the machine that it was compiled for."""
     computing, exposed = _seconds(program)
@@ -98,7 +108,7 @@ class Pricer:
     ``lists``: the names of blocks by the path of their list; empty if the model does not run with fewer blocks, or if
     patterns ``given`` by the user name others. ``few``: the compiler for one block of each list. ``longer``: compilers
     for two blocks of the lists of one length. ``whole``: the compiler for the whole model if that is faster, else None.
-    ``num_compiled``: the number of programs compiled.
+    ``jobs``: the number of processes for the plans of ``ahead``.
     """
 
     model: nn.Module
@@ -107,8 +117,8 @@ class Pricer:
     optimizer: str = "adamw"
     wire: Wire | None = None
     given: Sequence[str] = ()
-    num_compiled: int = 0
-    _prices: dict[Any, tuple[Price, ...] | None] = field(default_factory=dict)
+    jobs: int = 1
+    _prices: dict[Any, Prices | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.lists, self.few = self._of_one(repeated_blocks(self.model))
@@ -121,6 +131,13 @@ class Pricer:
         if sum(map(_num_parameters, (self.few, *self.longer.values()))) > len(list(self.model.parameters())):
             pairs, self.few = self._of_one(repeated_blocks(self.model, more_than=1))
             self.whole, self.longer = self._compiler({}) if pairs else self.few, {}
+        self.compilers = {id(each): each for each in (self.few, *self.longer.values(), self.whole) if each}
+        self.workers = Workers(self._answer, self.jobs)
+
+    @property
+    def num_compiled(self) -> int:
+        """The number of programs compiled."""
+        return len(self._prices)
 
     def _of_one(self, lists: Mapping[str, Blocks]) -> tuple[Mapping[str, Blocks], PlanCompiler]:
         """The lists, and a compiler for the model with one block of each list.
@@ -146,11 +163,11 @@ class Pricer:
     def _compiler(self, kept: Mapping[str, Sequence[str]]) -> PlanCompiler:
         return PlanCompiler(with_blocks(self.model, kept), self.args, self.kwargs)
 
-    def of_few(self, plan: Plan, machines: Sequence[Machine]) -> tuple[Price, ...] | None:
+    def of_few(self, plan: Plan, machines: Machines) -> Prices | None:
         """The price for one block of each list, on each machine; None for a plan that cannot be compiled."""
         return self._price(self.few, plan, machines)
 
-    def of_all(self, plan: Plan, machines: Sequence[Machine]) -> tuple[Price, ...] | None:
+    def of_all(self, plan: Plan, machines: Machines) -> Prices | None:
         """The price for the whole model, on each machine."""
         few = self.of_few(plan, machines)
         if few is None:
@@ -167,16 +184,43 @@ class Pricer:
                 total[i] = total[i].plus(price.further(base, num_further))
         return tuple(total)
 
-    def _price(self, compiler: PlanCompiler, plan: Plan, machines: Sequence[Machine]) -> tuple[Price, ...] | None:
-        key = id(compiler), plan, repr(machines)
+    @property
+    def num_ahead(self) -> int:
+        """The number of plans to compile ahead if each may make those after it useless."""
+        return NUM_AHEAD * self.jobs if self.jobs > 1 else 0
+
+    def ahead(self, plans: Iterable[Plan], machines: Machines, of_few: bool = False) -> None:
+        """Compile plans whose prices may be asked for next, in several processes if there are several ``jobs``.
+
+        ``of_few``: only ``of_few`` will be asked for them.
+        """
+        if self.jobs > 1 and all(each.can_capture for each in self.compilers.values()):  # captured before the fork
+            plans = list(dict.fromkeys(plans))
+            self._ahead([self.few], plans, machines)
+            if not of_few:
+                compilable = [plan for plan in plans if self.of_few(plan, machines)]
+                self._ahead([each for each in self.compilers.values() if each is not self.few], compilable, machines)
+
+    def _ahead(self, compilers: Iterable[PlanCompiler], plans: Iterable[Plan], machines: Machines) -> None:
+        questions = [(id(compiler), plan, tuple(machines)) for plan, compiler in product(plans, compilers)]
+        for question, prices in self.workers.map([each for each in questions if _key(*each) not in self._prices]):
+            self._prices[_key(*question)] = prices
+
+    def _price(self, compiler: PlanCompiler, plan: Plan, machines: Machines) -> Prices | None:
+        question = id(compiler), plan, machines
+        key = _key(*question)
         if key not in self._prices:
-            try:
-                self._prices[key] = self._compiled_prices(compiler, plan, machines)
-            except REFUSALS:
-                self._prices[key] = None
+            self._prices[key] = self._answer(question)
         return self._prices[key]
 
-    def _compiled_prices(self, compiler: PlanCompiler, plan: Plan, machines: Sequence[Machine]) -> tuple[Price, ...]:
+    def _answer(self, question: Question) -> Prices | None:
+        """The prices of a plan on some machines, by one compiler; None if it cannot be compiled."""
+        compiler, plan, machines = question
+        with suppress(*REFUSALS):
+            return self._compiled_prices(self.compilers[compiler], plan, machines)
+        return None
+
+    def _compiled_prices(self, compiler: PlanCompiler, plan: Plan, machines: Machines) -> Prices:
         if plan.overlap == AUTO:  # the program depends on the links
             return tuple(price_of(self._program(compiler, plan, machine)) for machine in machines)
         program = self._program(compiler, plan, machines[0])
@@ -185,7 +229,10 @@ class Pricer:
         return price, *(replace(price, computing=computing, exposed=exposed) for computing, exposed in times)
 
     def _program(self, compiler: PlanCompiler, plan: Plan, machine: Machine) -> Program:
-        self.num_compiled += 1
         options = plan.compiler_options(self.optimizer, self.wire, machine)
         program = compiler.program(plan.stage_mesh, plan.annotations, options, until=WHOLE)
         return localize(program) if changes_work(program) else program
+
+
+def _key(compiler: int, plan: Plan, machines: Machines) -> object:
+    return compiler, plan, repr(tuple(machines))

@@ -26,6 +26,7 @@ from shardc.program.traffic import collectives_of
 from shardc.search.found import Found, first_of_each
 from shardc.search.pricing.compiling import REFUSALS, PlanCompiler
 from shardc.search.pricing.price import Price
+from shardc.search.pricing.workers import Workers
 from shardc.search.space.plan import Plan
 from shardc.search.task import Progress, Task
 
@@ -126,6 +127,17 @@ class WholeCompiler:
     def __post_init__(self) -> None:
         self._plain = PlanCompiler(self.model, self.args, self.kwargs)
 
+    @property
+    def can_capture(self) -> bool:
+        """Whether the model can be captured."""
+        return self._plain.can_capture
+
+    def cost(self, plan: Plan) -> Cost | None:
+        """The cost of a plan; None if it cannot be compiled."""
+        with suppress(*REFUSALS):
+            return cost_of(self.program(plan))
+        return None
+
     def program(self, plan: Plan) -> Program:
         """The program that each rank runs; without a pipeline it is verified once, at the end."""
         if plan.pipeline is not None:
@@ -149,22 +161,41 @@ class WholeCompiler:
 
 @dataclass(eq=False)
 class WholePlans:
-    """Plans compiled whole. State: their ``costs``; ``tried``, which also has the plans that cannot be compiled."""
+    """Plans compiled whole, some of them by ``workers``.
+
+    State: their ``costs``; ``tried``, which also has the plans that cannot be compiled; the costs of those compiled
+    ``_ahead``, which count once they are asked for.
+    """
 
     compiler: WholeCompiler
     task: Task
     progress: Progress
+    workers: Workers[Plan, Cost | None]
     costs: dict[Plan, Cost] = field(default_factory=dict)
     tried: set[Plan] = field(default_factory=set)
+    _ahead: dict[Plan, Cost | None] = field(default_factory=dict)
 
     def compile(self, plans: Iterable[Plan]) -> None:
         """Compile further plans, and leave out those that the task forbids or the compiler refuses."""
-        for plan in plans:
-            if plan not in self.tried and self.task.permits(plan):
+        plans = list(plans)
+        self.ahead(plans)
+        for plan in self._new(plans):
+            if plan not in self._ahead:
                 self.progress(f"compiling plan {len(self.tried) + 1} for the whole model: {plan.mesh}")
-                with suppress(*REFUSALS):
-                    self.costs[plan] = cost_of(self.compiler.program(plan))
-                self.tried.add(plan)  # not if a Ctrl-C ended it
+            cost = self._ahead.pop(plan) if plan in self._ahead else self.compiler.cost(plan)
+            if cost is not None:
+                self.costs[plan] = cost
+            self.tried.add(plan)  # not if a Ctrl-C ended it
+
+    def ahead(self, plans: Iterable[Plan]) -> None:
+        """Compile plans that are asked for next, or may be, if there are several workers."""
+        if self.workers.count > 1 and self.compiler.can_capture:  # captured before the processes start
+            for plan, cost in self.workers.map([each for each in self._new(plans) if each not in self._ahead]):
+                self._ahead[plan] = cost
+                self.progress(f"compiled {plan.mesh} for the whole model")
+
+    def _new(self, plans: Iterable[Plan]) -> list[Plan]:
+        return [plan for plan in dict.fromkeys(plans) if plan not in self.tried and self.task.permits(plan)]
 
     def found(self, plan: Plan) -> Found:
         """A compiled plan with its price, in the form that the search uses."""
