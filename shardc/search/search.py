@@ -24,7 +24,7 @@ from shardc.language.partition import P
 from shardc.options import Zero
 from shardc.search.found import Found, first_of_each, frontier, seconds_at
 from shardc.search.pool import NUM_POOL, Pool, in_order, one_by_one
-from shardc.search.pricing.price import Pricer
+from shardc.search.pricing.price import Pricer, Prices
 from shardc.search.space.decision import Decision
 from shardc.search.space.meshes import is_possible, least_factor, name_of, named_axes, shapes
 from shardc.search.space.plan import Axis, Cuts, Plan
@@ -171,7 +171,8 @@ class Search:
         new = [each for each in new if self.task.allows(each.axes)]
         if than is not None:
             pricer.ahead([*new, than], machines, of_few=True)
-            new = [each for each in new if not self.is_worse(each, than, clearly, self.has_plenty(than))]
+            few, other, has_plenty = pricer.known, pricer.known(than, machines), self.has_plenty(than)
+            new = [each for each in new if not _is_worse(few(each, machines), other, clearly, has_plenty)]
         pricer.ahead(new, machines)
 
     def has_plenty(self, plan: Plan) -> bool:
@@ -184,9 +185,7 @@ class Search:
         It also has to need as much memory as the other, unless ``has_plenty``.
         """
         few, other = (self.pricer.of_few(each, (self.task.machine,)) for each in (plan, than))
-        if few is None or other is None:
-            return few is None
-        return few[0].seconds > clearly * other[0].seconds and (has_plenty or few[0].peak >= other[0].peak)
+        return _is_worse(few, other, clearly, has_plenty)
 
     # Meshes.
 
@@ -333,6 +332,12 @@ class Search:
         return self.prices(
             replace(plan, written=(*annotations, ("param:*", P(axis.name, ...)))) for axis in plan.axes if axis.cuts
         )
+
+
+def _is_worse(few: Prices | None, other: Prices | None, clearly: float, has_plenty: bool) -> bool:
+    if few is None or other is None:
+        return few is None
+    return few[0].seconds > clearly * other[0].seconds and (has_plenty or few[0].peak >= other[0].peak)
 
 
 def _triples(pairs: Iterable[tuple[Cuts, ...]], model: Iterable[Cuts]) -> Iterator[tuple[Cuts, ...]]:

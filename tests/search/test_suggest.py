@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -396,6 +397,7 @@ def test_where_nothing_fits_the_nearest_plan_says_by_how_many_bytes() -> None:
         ({"args": ()}, "x"),
         ({"batch": 0}, "batch"),
         ({"top": 0}, "top"),
+        ({"jobs": 0}, "jobs"),
     ],
     ids=str,
 )
@@ -417,7 +419,19 @@ def test_one_device_needs_no_collective() -> None:
     assert first.mesh == Mesh(dp=1) and first.cost.num_collectives == 0 and first.zero is None
 
 
-def test_ctrl_c_gives_the_best_so_far() -> None:
+@pytest.mark.parametrize("memory", [float("inf"), 12e6])
+def test_suggestions_are_the_same_with_several_processes(memory: float) -> None:
+    model, args = transformer(width=256, samples=4, positions=32)
+    one, several = (
+        shardc.suggest(model, 4, args=args, links="pcie", device="h100", memory=memory, jobs=jobs) for jobs in (1, 3)
+    )
+    assert [each.to_json() for each in one] == [each.to_json() for each in several]
+    assert one.compiled == several.compiled and one.candidates == several.candidates
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_ctrl_c_gives_the_best_so_far(jobs: int) -> None:
     model, args = transformer(width=256, samples=4, positions=32)
     seen: list[str] = []
 
@@ -426,7 +440,8 @@ def test_ctrl_c_gives_the_best_so_far() -> None:
         if "with options" in text or len(seen) == 2:
             raise KeyboardInterrupt
 
-    found = shardc.suggest(model, 4, args=args, links="nvlink", device="h100", progress=interrupt)
+    found = shardc.suggest(model, 4, args=args, links="nvlink", device="h100", progress=interrupt, jobs=jobs)
+    assert not multiprocessing.active_children()
     assert found and isinstance(found[0].zero, Zero | None)
 
 

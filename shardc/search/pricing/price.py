@@ -118,7 +118,8 @@ class Pricer:
     wire: Wire | None = None
     given: Sequence[str] = ()
     jobs: int = 1
-    _prices: dict[Any, Prices | None] = field(default_factory=dict)
+    _prices: dict[object, Prices | None] = field(default_factory=dict)
+    _asked: set[object] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.lists, self.few = self._of_one(repeated_blocks(self.model))
@@ -136,8 +137,8 @@ class Pricer:
 
     @property
     def num_compiled(self) -> int:
-        """The number of programs compiled."""
-        return len(self._prices)
+        """The number of programs compiled, without those of ``ahead`` that nobody asked for."""
+        return len(self._asked)
 
     def _of_one(self, lists: Mapping[str, Blocks]) -> tuple[Mapping[str, Blocks], PlanCompiler]:
         """The lists, and a compiler for the model with one block of each list.
@@ -198,8 +199,12 @@ class Pricer:
             plans = list(dict.fromkeys(plans))
             self._ahead([self.few], plans, machines)
             if not of_few:
-                compilable = [plan for plan in plans if self.of_few(plan, machines)]
+                compilable = [plan for plan in plans if self.known(plan, machines)]
                 self._ahead([each for each in self.compilers.values() if each is not self.few], compilable, machines)
+
+    def known(self, plan: Plan, machines: Machines) -> Prices | None:
+        """The price for one block of each list if ``ahead`` or ``of_few`` has found one."""
+        return self._prices.get(_key(id(self.few), plan, machines))
 
     def _ahead(self, compilers: Iterable[PlanCompiler], plans: Iterable[Plan], machines: Machines) -> None:
         questions = [(id(compiler), plan, tuple(machines)) for plan, compiler in product(plans, compilers)]
@@ -209,6 +214,7 @@ class Pricer:
     def _price(self, compiler: PlanCompiler, plan: Plan, machines: Machines) -> Prices | None:
         question = id(compiler), plan, machines
         key = _key(*question)
+        self._asked.add(key)
         if key not in self._prices:
             self._prices[key] = self._answer(question)
         return self._prices[key]

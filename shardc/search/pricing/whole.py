@@ -190,9 +190,10 @@ class WholePlans:
     def ahead(self, plans: Iterable[Plan]) -> None:
         """Compile plans that are asked for next, or may be, if there are several workers."""
         if self.workers.count > 1 and self.compiler.can_capture:  # captured before the processes start
-            for plan, cost in self.workers.map([each for each in self._new(plans) if each not in self._ahead]):
-                self._ahead[plan] = cost
-                self.progress(f"compiled {plan.mesh} for the whole model")
+            new = [each for each in self._new(plans) if each not in self._ahead]
+            if len(new) > 1:
+                self.progress(f"compiling {len(new)} plans for the whole model")
+                self._ahead.update(self.workers.map(new))
 
     def _new(self, plans: Iterable[Plan]) -> list[Plan]:
         return [plan for plan in dict.fromkeys(plans) if plan not in self.tried and self.task.permits(plan)]

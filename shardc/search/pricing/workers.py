@@ -29,15 +29,15 @@ class Workers(Generic[T, R]):
     count: int = 1
     _processes: dict[Connection, BaseProcess] = field(default_factory=dict)
 
-    def map(self, items: Sequence[T]) -> Iterator[tuple[T, R]]:
-        """The items with their results, in any order.
+    def map(self, items: Sequence[T]) -> list[tuple[T, R]]:
+        """The items with their results, in any order; none if there are fewer than two items, or no processes.
 
         An item for which the function raises an error, or whose process dies, has no result: the caller can call the
-        function itself and sees the error. If the iteration is not finished, the processes end.
+        function itself and sees the error. If an error ends ``map``, such as a Ctrl-C, the processes end too.
         """
         if len(items) < 2 or not self._started():
-            return
-        left, running = iter(items), dict[Connection, T]()
+            return []
+        left, running, found = iter(items), dict[Connection, T](), list[tuple[T, R]]()
         try:
             for connection in [*self._processes]:
                 self._give(connection, left, running)
@@ -46,25 +46,23 @@ class Workers(Generic[T, R]):
                 for connection in [each for each in running if each in ready]:
                     item = running.pop(connection)
                     try:
-                        results = connection.recv()
+                        found += [(item, result) for result in connection.recv()]
+                        self._give(connection, left, running)
                     except (EOFError, OSError):
                         self._remove(connection)
-                        continue
-                    self._give(connection, left, running)
-                    for result in results:
-                        yield item, result
         except BaseException:
             self.close()
             raise
+        return found
 
     def close(self) -> None:
         """End the processes; a later ``map`` forks new ones."""
-        for connection, process in self._processes.items():
+        processes, self._processes = self._processes, {}
+        for connection, process in processes.items():
             connection.close()
             process.kill()
-        for process in self._processes.values():
+        for process in processes.values():
             process.join()
-        self._processes = {}
 
     def _started(self) -> bool:
         """Whether there are processes, after they are started."""
@@ -83,7 +81,7 @@ class Workers(Generic[T, R]):
         """Send the next item, if there is one, to a process that waits for it."""
         for item in left:
             running[connection] = item
-            with suppress(OSError):  # of a process that died; ``recv`` finds out
+            with suppress(OSError):  # the process died; ``recv`` finds out
                 connection.send(item)
             return
 
