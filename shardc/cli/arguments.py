@@ -170,9 +170,14 @@ def add_search_options(parser: Parser) -> None:
     parser.add_argument("--objective", choices=OBJECTIVES, default=OBJECTIVES[0], help="what is to be small (time)")
     parser.add_argument("--top", metavar="N", type=count, default=5, help="how many plans to print (5)")
     parser.add_argument(
-        "--jobs", metavar="N", type=count, default=min(len(os.sched_getaffinity(0)), MOST_JOBS),
+        "--jobs", metavar="N", type=count, default=min(_num_processors(), MOST_JOBS),
         help=f"how many processes compile plans (one for each processor, at most {MOST_JOBS})",
     )  # fmt: skip
+
+
+def _num_processors() -> int:
+    """Those that this process may use, where the system says so (Linux), or all of the machine."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _add_annotate(parser: Parser, whose: str) -> None:

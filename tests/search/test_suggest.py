@@ -419,12 +419,11 @@ def test_one_device_needs_no_collective() -> None:
     assert first.mesh == Mesh(dp=1) and first.cost.num_collectives == 0 and first.zero is None
 
 
-@pytest.mark.parametrize("memory", [float("inf"), 12e6])
-def test_suggestions_are_the_same_with_several_processes(memory: float) -> None:
+@pytest.mark.parametrize(("devices", "memory", "fix"), [(4, float("inf"), {}), (2, 16e6, {"pipeline": None})])
+def test_suggestions_are_the_same_with_several_processes(devices: int, memory: float, fix: dict[str, Any]) -> None:
     model, args = transformer(width=256, samples=4, positions=32)
-    one, several = (
-        shardc.suggest(model, 4, args=args, links="pcie", device="h100", memory=memory, jobs=jobs) for jobs in (1, 3)
-    )
+    options: dict[str, Any] = {"links": "pcie", "device": "h100", "memory": memory, "fix": fix}
+    one, several = (shardc.suggest(model, devices, args=args, **options, jobs=jobs) for jobs in (1, 3))
     assert [each.to_json() for each in one] == [each.to_json() for each in several]
     assert one.compiled == several.compiled and one.candidates == several.candidates
     assert not multiprocessing.active_children()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import signal
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -12,6 +13,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Generic, TypeVar
+
+import torch
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -22,7 +25,7 @@ class Workers(Generic[T, R]):
     """Up to ``count`` processes that call a function on the items of ``map``.
 
     They are forked at the first ``map`` and share what the function reads at that time; only items and results are
-    sent. There are none where processes cannot be forked, or in a daemonic process, which may have no children.
+    sent. Only Linux has them, since forking is not safe elsewhere, and a daemonic process has none: it may not fork.
     """
 
     function: Callable[[T], R]
@@ -66,7 +69,7 @@ class Workers(Generic[T, R]):
 
     def _started(self) -> bool:
         """Whether there are processes, after they are started."""
-        can_fork = "fork" in multiprocessing.get_all_start_methods() and not multiprocessing.current_process().daemon
+        can_fork = sys.platform == "linux" and not multiprocessing.current_process().daemon
         while can_fork and self.count > max(1, len(self._processes)):
             context = multiprocessing.get_context("fork")
             ours, theirs = context.Pipe()
@@ -98,6 +101,7 @@ def _serve(connection: Connection, function: Callable[[T], R], inherited: Sequen
         each.close()  # so that only the first process holds them, and its end is seen
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends this one
     warnings.simplefilter("ignore")  # the first process shows them
+    torch.set_num_threads(1)  # those of the first process are not here, and waiting for them would never end
     gc.freeze()  # what is shared stays as it is: collecting it would copy it
     with suppress(EOFError, OSError):
         while True:

@@ -6,9 +6,12 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 
 from shardc.search.pricing.workers import Workers
 
@@ -55,22 +58,45 @@ def test_the_others_go_on_if_a_process_dies() -> None:
     assert workers.map([5, 8]) == [] and workers.map([8, 9]) == [], "no process is left"
 
 
-def test_an_interrupted_map_ends_its_processes_and_the_next_one_has_its_own_results() -> None:
-    workers = Workers(work, 2)
+@contextmanager
+def ended_after(seconds: float, error: type[BaseException]) -> Iterator[None]:
+    """Raise the error if the block runs for so long."""
 
     def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
+        raise error
 
     before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        with pytest.raises(KeyboardInterrupt):
-            workers.map([7, 7, 8, 9])
+        yield
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)
+
+
+def test_an_interrupted_map_ends_its_processes_and_the_next_one_has_its_own_results() -> None:
+    workers = Workers(work, 2)
+    with pytest.raises(KeyboardInterrupt), ended_after(0.5, KeyboardInterrupt):
+        workers.map([7, 7, 8, 9])
     assert not multiprocessing.active_children()
     assert {item: square for item, (square, _) in workers.map([8, 9])} == {8: 64, 9: 81}
     workers.close()
+
+
+def add_up(size: int) -> float:
+    return float(torch.ones(size).sum())
+
+
+def test_computing_in_threads_of_the_first_process_does_not_hang_the_others() -> None:
+    before, workers = torch.get_num_threads(), Workers(add_up, 2)
+    torch.set_num_threads(2)
+    try:
+        assert add_up(10**7) == 10**7, "this starts the threads"
+        with ended_after(60.0, RuntimeError):
+            assert sorted(workers.map([10**7, 10**7 + 1])) == [(10**7, 10**7), (10**7 + 1, 10**7 + 1)]
+    finally:
+        workers.close()
+        torch.set_num_threads(before)
 
 
 def daemonic(connection: Any) -> None:
