@@ -419,7 +419,10 @@ def test_one_device_needs_no_collective() -> None:
     assert first.mesh == Mesh(dp=1) and first.cost.num_collectives == 0 and first.zero is None
 
 
-@pytest.mark.parametrize(("devices", "memory", "fix"), [(4, float("inf"), {}), (2, 16e6, {"pipeline": None})])
+@pytest.mark.parametrize(
+    ("devices", "memory", "fix"),
+    [(4, float("inf"), {}), pytest.param(2, 16e6, {"pipeline": None}, marks=pytest.mark.sweep)],
+)
 def test_suggestions_are_the_same_with_several_processes(devices: int, memory: float, fix: dict[str, Any]) -> None:
     model, args = transformer(width=256, samples=4, positions=32)
     options: dict[str, Any] = {"links": "pcie", "device": "h100", "memory": memory, "fix": fix}
