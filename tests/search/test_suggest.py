@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import pytest
 import torch
 from attending import WIDTH, Attending
 from gpt import GPT, Config
+from left_processes import no_process_left
 from search_models import Blocks, chain, transformer
 from torch import nn
 from torch.distributed.tensor import Shard
@@ -426,11 +426,10 @@ def test_one_device_needs_no_collective() -> None:
 def test_suggestions_are_the_same_with_several_processes(devices: int, memory: float, fix: dict[str, Any]) -> None:
     model, args = transformer(width=256, samples=4, positions=32)
     options: dict[str, Any] = {"links": "pcie", "device": "h100", "memory": memory, "fix": fix}
-    before = multiprocessing.active_children()
-    one, several = (shardc.suggest(model, devices, args=args, **options, jobs=jobs) for jobs in (1, 3))
+    with no_process_left():
+        one, several = (shardc.suggest(model, devices, args=args, **options, jobs=jobs) for jobs in (1, 3))
     assert [each.to_json() for each in one] == [each.to_json() for each in several]
     assert one.compiled == several.compiled and one.candidates == several.candidates
-    assert {*multiprocessing.active_children()} <= {*before}
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
@@ -443,9 +442,8 @@ def test_ctrl_c_gives_the_best_so_far(jobs: int) -> None:
         if "with options" in text or len(seen) == 2:
             raise KeyboardInterrupt
 
-    before = multiprocessing.active_children()
-    found = shardc.suggest(model, 4, args=args, links="nvlink", device="h100", progress=interrupt, jobs=jobs)
-    assert {*multiprocessing.active_children()} <= {*before}
+    with no_process_left():
+        found = shardc.suggest(model, 4, args=args, links="nvlink", device="h100", progress=interrupt, jobs=jobs)
     assert found and isinstance(found[0].zero, Zero | None)
 
 
